@@ -1,0 +1,160 @@
+"""How a kernel function becomes something to call: the one place that names `helion.aot_kernel`.
+
+CPU tensors run in Helion's interpreter.  CUDA tensors run a compiled callable that is resolved once for every layout
+of the arguments and kept: the config comes from the rendered file beside the kernel's source (`configs/README.md`),
+nothing is ever searched, and no file is written in the user's folder.  With `HELION_AOT_MODE` set to anything but
+`evaluate` calls go through `helion.aot_kernel` instead, so that Helion's documented workflow works on this package.
+"""
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import pathlib
+import threading
+import types
+from collections.abc import Callable
+
+import helion
+import torch
+
+from . import _cpu
+
+try:
+    from helion import aot_kernel
+except ImportError:  # Helion before 1.4, which imports the package but does not run it
+    from helion.experimental.aot_kernel import aot_kernel
+
+_log = logging.getLogger("linear_attention")
+_lock = threading.RLock()  # binding and code generation share state in Helion and Inductor
+_INT32_MAX = 2**31 - 1
+_KEPT = 4096  # layouts a kernel keeps before it forgets them all: bounded, whatever the lengths a user sends
+
+
+@functools.cache
+def _start_interpreter() -> None:
+    _cpu.register()
+    _log.warning("CPU tensors: kernels run in Helion's interpreter, slow and exact")
+
+
+@functools.cache
+def _warn_untuned(name: str, capability: str) -> None:
+    _log.warning("%s (%s) has no tuned configs: safe ones are used; tools/tune.py makes better ones", name, capability)
+
+
+@functools.cache
+def _rendered(source: pathlib.Path, device: torch.device) -> types.ModuleType:
+    """The rendered configs of a kernel's source file for a device; another GPU's file holds the safe defaults too."""
+    capability = "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    path = source.with_name(f"_helion_aot_{source.stem}_cuda_{capability}.py")
+    if not path.exists():
+        _warn_untuned(torch.cuda.get_device_name(device), capability)
+        path = source.with_name(f"_helion_aot_{source.stem}_cuda_sm90.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _reach(args: tuple) -> int:
+    """The largest element offset in an argument, or in an output as large as these kernels make them.
+
+    An output has the arguments' rows with at most 64 columns, or a K x V state for every chunk.
+    """
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    inputs = max(sum((n - 1) * s for n, s in zip(x.shape, x.stride())) for x in tensors)
+    wide = [x for x in tensors if x.dim() == 4 and x.numel()]
+    rows = max((x.numel() // x.shape[-1] for x in wide), default=0)
+    width = max((x.shape[-1] for x in wide), default=0)
+    return max(inputs, rows * max(64, width * width // 16))
+
+
+def _aliases(args: tuple) -> tuple[int, ...]:
+    """For each argument the position of the first one that is the same object."""
+    return tuple(next(i for i, y in enumerate(args) if y is x) for x in args)
+
+
+def _on_device(device: torch.device, run: Callable, *args: object) -> object:
+    """Triton launches on the current device: make it the tensors'."""
+    if torch.cuda.current_device() == device.index:
+        return run(*args)
+    with torch.cuda.device(device):
+        return run(*args)
+
+
+class Kernel:
+    """A Helion kernel: interpreted for CPU tensors, compiled with a shipped config for CUDA tensors.
+
+    Arguments are positional, all of them; tensors live on one device.
+    """
+
+    def __init__(self, fn: Callable, **settings: object) -> None:
+        self.fn = fn
+        self.name = fn.__name__
+        self._settings = {"static_shapes": False, **settings}
+        self._by_class: dict[object, object] = {}
+        self._runs: dict[tuple, Callable] = {}
+        functools.update_wrapper(self, fn)
+
+    @functools.cached_property
+    def helion(self) -> object:
+        """The `helion.aot_kernel` object; binding and code generation need no GPU."""
+        return aot_kernel(**self._settings)(self.fn)
+
+    @functools.cached_property
+    def _interpreted(self) -> object:
+        return helion.kernel(self.fn, ref_mode=helion.RefMode.EAGER, **self._settings)
+
+    def __call__(self, *args: object) -> object:
+        key, pointers, device = [], [], None
+        for x in args:
+            if isinstance(x, torch.Tensor):
+                device = device or x.device
+                pointer = x.data_ptr()
+                pointers.append(pointer)
+                # tensor descriptors need an aligned base, a view of one an offset of 0
+                key += (x.dtype, x.shape, x.stride(), pointer & 15, x.storage_offset() == 0)
+            else:
+                key += (type(x), x)
+        if device.type == "cpu":
+            _start_interpreter()
+            return self._interpreted(*args)
+        if os.environ.get("HELION_AOT_MODE", "evaluate").lower() != "evaluate":
+            return self.helion(*args)
+        if len(set(pointers)) < len(pointers):  # one tensor given twice is one to the compiler
+            key += _aliases(args)
+        key = (device, *key)
+        run = self._runs.get(key)
+        if run is None:
+            run = self._runs[key] = self._resolve(args, device)
+        return run(*args)
+
+    def _resolve(self, args: tuple, device: torch.device) -> Callable:
+        """The compiled callable for `args`; compiles only if Helion has not met their class with the same config."""
+        with _lock:
+            if len(self._runs) >= _KEPT:
+                self._runs.clear()
+            if torch.cuda.device_count() == 1:
+                return self._compile(args, device)
+            with torch.cuda.device(device):
+                return functools.partial(_on_device, device, self._compile(args, device))
+
+    def _compile(self, args: tuple, device: torch.device) -> Callable:
+        wide = _reach(args) > _INT32_MAX
+        # Helion 1.4 compiles a size of 1 in without keying on it, so every pattern of sizes 0 and 1 has its own object
+        size_class = wide, tuple(tuple(min(n, 2) for n in x.shape) for x in args if isinstance(x, torch.Tensor))
+        if size_class not in self._by_class:
+            index = {"index_dtype": torch.int64} if wide else {}
+            self._by_class[size_class] = helion.kernel(self.fn, **index, **self._settings)
+        return self._by_class[size_class].bind(args).compile_config(self.config(*args))
+
+    def config(self, *args: object) -> dict[str, object]:
+        """The config that a call with these CUDA tensors runs with."""
+        device = next(x.device for x in args if isinstance(x, torch.Tensor))
+        return getattr(_rendered(pathlib.Path(self.fn.__code__.co_filename), device), f"autotune_{self.name}")(*args)
+
+
+def kernel(**settings: object) -> Callable[[Callable], Kernel]:
+    """Decorator: Helion settings of the kernel, such as `dot_precision`."""
+    return lambda fn: Kernel(fn, **settings)
