@@ -1,0 +1,293 @@
+"""Attention with no gate, or one gate a head and token: the kernels of linear attention, retention and simple GLA.
+
+The recurrence is `S_t = e^{g_t} S_{t-1} + k_t v_t^T`, `o_t = scale S_t^T q_t`.  In a chunk of C tokens, with `gc` the
+log2 gate summed from the chunk's begin, `gl` its value at the chunk's end, and S the state at the chunk's begin:
+
+    o_i = scale (2^gc_i S^T q_i + sum_{j<=i} 2^(gc_i - gc_j) (q_i . k_j) v_j)
+    S'  = 2^gl S + sum_j k_j (2^(gl - gc_j) v_j)^T
+
+and backwards, with D the gradient of the state at the chunk's end:
+
+    D' = 2^gl D + scale sum_i q_i (2^gc_i do_i)^T
+
+The forward walks along each sequence with the state on chip and writes no state.  The backward walks once each way to
+write S and D for every chunk; then all chunks are independent.  `g` is a natural logarithm of any strides (retention
+expands one value a head over all tokens); without a gate it is None.
+"""
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+
+from ._aot import kernel
+from ._host import last_contiguous, over_values
+from ._tile import decay_tile, log2_gate
+
+
+@kernel(dot_precision="tf32x3")
+def scalar_fwd_o_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
+    scale: float, C: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o = scale (2^gc q S + (q k^T . decay) v);  S <- 2^gl S + k^T (2^(gl - gc) v).
+
+    q, k [B,T,H,K], v [B,T,H,V], g [B,T,H], h0 [B,H,K,V] -> o [B,T,H,V], ht fp32 [B,H,K,V].
+    One program a head and V tile.
+    """
+    B, T, H, K = q.size()
+    K, V = hl.specialize((K, v.size(3)))
+    o = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    ht = torch.empty([B, H, K, V], dtype=torch.float32, device=v.device)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_v in hl.tile([B * H, V], block_size=[1, BV]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        if h0 is None:
+            b_S = hl.zeros([K, tile_v], dtype=torch.float32)
+        else:
+            b_S = h0[i_b, i_h, :, tile_v].to(torch.float32)
+        for tile_t in hl.tile(T, block_size=C):
+            b_q = q[i_b, tile_t, i_h, :]
+            b_k = k[i_b, tile_t, i_h, :]
+            b_v = v[i_b, tile_t, i_h, tile_v]
+            lower = tile_t.index[:, None] >= tile_t.index[None, :]
+            b_a = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
+            b_o = hl.dot(b_q, b_S.to(b_q.dtype), out_dtype=torch.float32)
+            if g is None:
+                b_a = torch.where(lower, b_a, 0.0)
+            else:
+                b_g = log2_gate(g[i_b, tile_t, i_h])
+                b_gc = torch.cumsum(b_g, 0)
+                b_gl = torch.sum(b_g, 0)
+                b_a = b_a * decay_tile(b_gc, lower)
+                b_o = b_o * torch.exp2(b_gc)[:, None]
+                b_S = b_S * torch.exp2(b_gl)
+            b_o = hl.dot(b_a.to(b_v.dtype), b_v, acc=b_o)
+            o[i_b, tile_t, i_h, tile_v] = (b_o * scale).to(o.dtype)
+            if g is not None:
+                b_v = (b_v.to(torch.float32) * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]).to(v.dtype)
+            b_S = hl.dot(b_k.transpose(0, 1), b_v, acc=b_S)
+        ht[i_b, i_h, :, tile_v] = b_S
+    return o, ht
+
+
+@kernel(dot_precision="tf32x3")
+def scalar_fwd_state_kernel(
+    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, C: hl.constexpr
+) -> torch.Tensor:
+    """S <- 2^gl S + k^T (2^(gl - gc) v), written before each chunk.
+
+    k [B,T,H,K], v [B,T,H,V], g [B,T,H], h0 [B,H,K,V] -> S [B,NT,H,K,V] in k's dtype.
+    One program a head, K tile and V tile.
+    """
+    B, T, H, K = k.size()
+    K, V = hl.specialize((K, v.size(3)))
+    S = torch.empty([B, (T + C - 1) // C, H, K, V], dtype=k.dtype, device=k.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_k, tile_v in hl.tile([B * H, K, V], block_size=[1, BK, BV]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        if h0 is None:
+            b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
+        else:
+            b_S = h0[i_b, i_h, tile_k, tile_v].to(torch.float32)
+        for tile_t in hl.tile(T, block_size=C):
+            S[i_b, tile_t.begin // C, i_h, tile_k, tile_v] = b_S.to(S.dtype)
+            b_k = k[i_b, tile_t, i_h, tile_k]
+            b_v = v[i_b, tile_t, i_h, tile_v]
+            if g is not None:
+                b_g = log2_gate(g[i_b, tile_t, i_h])
+                b_gl = torch.sum(b_g, 0)
+                b_S = b_S * torch.exp2(b_gl)
+                b_rest = torch.exp2(torch.clamp(b_gl - torch.cumsum(b_g, 0), max=0.0))
+                b_v = (b_v.to(torch.float32) * b_rest[:, None]).to(v.dtype)
+            b_S = hl.dot(b_k.transpose(0, 1), b_v, acc=b_S)
+    return S
+
+
+@kernel(dot_precision="tf32x3")
+def scalar_bwd_state_kernel(
+    q: torch.Tensor, do: torch.Tensor, g: torch.Tensor | None, dht: torch.Tensor | None, scale: float,
+    C: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """D <- 2^gl D + q^T (scale 2^gc do), chunks in reverse, written before each.
+
+    q [B,T,H,K], do [B,T,H,V], g [B,T,H], dht [B,H,K,V] -> D [B,NT,H,K,V] in q's dtype, dh0 fp32 [B,H,K,V].
+    One program a head, K tile and V tile.
+    """
+    B, T, H, K = q.size()
+    K, V = hl.specialize((K, do.size(3)))
+    NT = (T + C - 1) // C
+    D = torch.empty([B, NT, H, K, V], dtype=q.dtype, device=q.device)
+    dh0 = torch.empty([B, H, K, V], dtype=torch.float32, device=q.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_k, tile_v in hl.tile([B * H, K, V], block_size=[1, BK, BV]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        if dht is None:
+            b_D = hl.zeros([tile_k, tile_v], dtype=torch.float32)
+        else:
+            b_D = dht[i_b, i_h, tile_k, tile_v].to(torch.float32)
+        for i_n in hl.grid(NT):
+            i_c = NT - 1 - i_n
+            D[i_b, i_c, i_h, tile_k, tile_v] = b_D.to(D.dtype)
+            idx = i_c * C + hl.arange(C)
+            ok = idx < T
+            b_q = hl.load(q, [i_b, idx, i_h, tile_k], extra_mask=ok[:, None])
+            b_do = hl.load(do, [i_b, idx, i_h, tile_v], extra_mask=ok[:, None]).to(torch.float32) * scale
+            if g is not None:
+                b_g = log2_gate(hl.load(g, [i_b, idx, i_h], extra_mask=ok))
+                b_do = b_do * torch.exp2(torch.cumsum(b_g, 0))[:, None]
+                b_D = b_D * torch.exp2(torch.sum(b_g, 0))
+            b_D = hl.dot(b_q.transpose(0, 1), b_do.to(q.dtype), acc=b_D)
+        dh0[i_b, i_h, tile_k, tile_v] = b_D
+    return D, dh0
+
+
+@kernel(dot_precision="tf32x3")
+def scalar_bwd_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, do: torch.Tensor,
+    S: torch.Tensor, D: torch.Tensor, scale: float, C: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With P = scale (do v^T . decay), A = scale (q k^T . decay), both lower triangular:
+
+        dq = scale 2^gc do S^T + P k      dk = 2^(gl - gc) v D^T + P^T q      dv = 2^(gl - gc) k D + A^T do
+        dg_t = sum_{i >= t} sum_{j < t} A_ij (do_i . v_j) + sum_{i >= t} x_i + sum_{j < t} y_j + 2^gl sum(S . D)
+
+    where x_i = q_i . dq_i and y_j = k_j . dk_j hold the terms through S and D alone.
+
+    q, k [B,T,H,K], v, do [B,T,H,V], g [B,T,H], S, D [B,NT,H,K,V] -> dq, dk, dv as q, k, v, dg fp32 [B,T,H]
+    (not written without a gate).
+    One program a head and chunk.
+    """
+    B, T, H, K = q.size()
+    K, V = hl.specialize((K, v.size(3)))
+    dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    dk = torch.empty([B, T, H, K], dtype=k.dtype, device=q.device)
+    dv = torch.empty([B, T, H, V], dtype=v.dtype, device=q.device)
+    dg = torch.empty([B, T, H], dtype=torch.float32, device=q.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_t in hl.tile([B * H, T], block_size=[1, C]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        i_c = tile_t.begin // C
+        lower = tile_t.index[:, None] >= tile_t.index[None, :]
+        if g is not None:
+            b_g = log2_gate(g[i_b, tile_t, i_h])
+            b_gc = torch.cumsum(b_g, 0)
+            b_gl = torch.sum(b_g, 0)
+            b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
+            b_x = b_gc * 0.0
+            b_y = b_gc * 0.0
+            b_z = b_gl * 0.0
+        b_p = hl.zeros([tile_t, tile_t], dtype=torch.float32)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_p = hl.dot(do[i_b, tile_t, i_h, tile_v], v[i_b, tile_t, i_h, tile_v].transpose(0, 1), acc=b_p)
+        b_p = torch.where(lower, b_p * scale, 0.0)
+        if g is not None:
+            b_p = b_p * decay_tile(b_gc, lower)
+        b_pd = b_p.to(q.dtype)
+        b_a = hl.zeros([tile_t, tile_t], dtype=torch.float32)
+        for tile_k in hl.tile(K, block_size=BK):
+            b_dq = hl.zeros([tile_t, tile_k], dtype=torch.float32)
+            b_dk = hl.zeros([tile_t, tile_k], dtype=torch.float32)
+            for tile_v in hl.tile(V, block_size=BV):
+                b_S = S[i_b, i_c, i_h, tile_k, tile_v]
+                b_D = D[i_b, i_c, i_h, tile_k, tile_v]
+                b_dq = hl.dot(do[i_b, tile_t, i_h, tile_v], b_S.transpose(0, 1), acc=b_dq)
+                b_dk = hl.dot(v[i_b, tile_t, i_h, tile_v], b_D.transpose(0, 1), acc=b_dk)
+                if g is not None:
+                    b_z = b_z + torch.sum(torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1), 0)
+            b_q = q[i_b, tile_t, i_h, tile_k]
+            b_k = k[i_b, tile_t, i_h, tile_k]
+            b_dq = b_dq * scale
+            if g is not None:
+                b_dq = b_dq * torch.exp2(b_gc)[:, None]
+                b_dk = b_dk * b_rest[:, None]
+                b_x = b_x + torch.sum(b_dq * b_q.to(torch.float32), 1)
+                b_y = b_y + torch.sum(b_dk * b_k.to(torch.float32), 1)
+            b_a = hl.dot(b_q, b_k.transpose(0, 1), acc=b_a)
+            b_dq = hl.dot(b_pd, b_k, acc=b_dq)
+            b_dk = hl.dot(b_pd.transpose(0, 1), b_q, acc=b_dk)
+            dq[i_b, tile_t, i_h, tile_k] = b_dq.to(dq.dtype)
+            dk[i_b, tile_t, i_h, tile_k] = b_dk.to(dk.dtype)
+        if g is not None:
+            strict = tile_t.index[:, None] > tile_t.index[None, :]
+            b_w = torch.where(strict, b_a * b_p, 0.0)
+            b_x = b_x + (torch.sum(b_w, 1) - torch.sum(b_w, 0))
+            b_dg = hl.cumsum(b_x, 0, reverse=True) + (torch.cumsum(b_y, 0) - b_y)
+            dg[i_b, tile_t, i_h] = b_dg + b_z * torch.exp2(b_gl)
+            b_a = b_a * decay_tile(b_gc, lower)
+        b_a = torch.where(lower, b_a * scale, 0.0).to(q.dtype)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_dv = hl.zeros([tile_t, tile_v], dtype=torch.float32)
+            for tile_k in hl.tile(K, block_size=BK):
+                b_dv = hl.dot(k[i_b, tile_t, i_h, tile_k], D[i_b, i_c, i_h, tile_k, tile_v], acc=b_dv)
+            if g is not None:
+                b_dv = b_dv * b_rest[:, None]
+            b_dv = hl.dot(b_a.transpose(0, 1), do[i_b, tile_t, i_h, tile_v], acc=b_dv)
+            dv[i_b, tile_t, i_h, tile_v] = b_dv.to(dv.dtype)
+    return dq, dk, dv, dg
+
+
+def _chunk(q: torch.Tensor) -> int:
+    """Tokens in a chunk: fp32 tiles of 64 spill more and lose more of a small gate that follows a strong one."""
+    return 32 if q.dtype == torch.float32 else 64
+
+
+def scalar_gate_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [B,T,H,V] in v's dtype and ht fp32 [B,H,K,V]."""
+    return scalar_fwd_o_kernel(q, k, v, g, h0, scale, _chunk(q))
+
+
+def scalar_gate_bwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, scale: float,
+    do: torch.Tensor, dht: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv in q's dtype, dg fp32 [B,T,H] (not written without a gate) and dh0 fp32 [B,H,K,V]."""
+    C = _chunk(q)
+    S = scalar_fwd_state_kernel(k, v, g, h0, C)
+    D, dh0 = scalar_bwd_state_kernel(q, do, g, dht, scale, C)
+    dq, dk, dv, dg = scalar_bwd_kernel(q, k, v, g, do, S, D, scale, C)
+    return dq, dk, dv, dg, dh0
+
+
+class _ScalarGate(torch.autograd.Function):
+    """(q, k, v, g or None, h0 or None, scale) -> o, ht.  Saves its inputs and recomputes the states."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, h0, scale):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, g, h0)
+        ctx.scale = scale
+        return scalar_gate_fwd(q, k, v, g, h0, scale)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dht):
+        q, k, v, g, h0 = ctx.saved_tensors
+        if do is None and dht is None:
+            return (None,) * 6
+        do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
+        dq, dk, dv, dg, dh0 = scalar_gate_bwd(q, k, v, g, h0, ctx.scale, do, last_contiguous(dht))
+        dg = dg.to(g.dtype) if ctx.needs_input_grad[3] else None
+        dh0 = dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None
+        return dq, dk, dv, dg, dh0, None
+
+
+def scalar_gate(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, scale: float | None,
+    initial_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and the final state for checked arguments of any K and V, differentiable."""
+    scale = q.size(-1) ** -0.5 if scale is None else float(scale)
+
+    def run(q, k, v, initial_state):
+        return _ScalarGate.apply(q, k, v, g, initial_state, scale)
+
+    return over_values(run, q, k, v, initial_state)

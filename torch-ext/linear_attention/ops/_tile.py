@@ -1,0 +1,51 @@
+"""Device functions, inlined into the kernels: in-chunk gate sums, decay tiles, the triangular inverse."""
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+
+
+def log2_gate(b_g):
+    """A token's gate from natural log to log2, fp32, at least -160.
+
+    2^-160 is zero in fp32, and finite gates keep -inf out of differences.
+    """
+    return torch.clamp(b_g.to(torch.float32) * 1.4426950408889634, min=-160.0)
+
+
+def decay_tile(b_gc, mask):
+    """2^(gc_i - gc_j) where mask (i >= j or i > j), else 0: [C] -> fp32 [C, C].
+
+    The clamp covers the masked half, whose differences are positive.
+    """
+    return torch.where(mask, torch.exp2(torch.clamp(b_gc[:, None] - b_gc[None, :], max=0.0)), 0.0)
+
+
+def diagonal_inverse(b_L, C):
+    """The 16x16 diagonal blocks of (I + L)^-1 in a [C, C] tile of zeros; L strictly lower, fp32.
+
+    Forward substitution on all blocks at once, a [C/16, 16, 16] batch: 15 unrolled steps of masked row sums.
+    """
+    blk = hl.arange(C // 16)
+    row = hl.arange(16)
+    same = blk[:, None, None, None] == blk[None, None, :, None]
+    b_D = torch.sum(torch.where(same, b_L.reshape([C // 16, 16, C // 16, 16]), 0.0), 2)
+    b_X = torch.where(row[None, :, None] == row[None, None, :], 1.0, 0.0) + b_D * 0.0
+    for i in range(1, 16):
+        here = (row == i)[None, :, None]
+        b_l = torch.sum(torch.where(here, b_D, 0.0), 1)
+        b_x = torch.sum(b_l[:, :, None] * b_X, 1)
+        b_X = torch.where(here, b_X - b_x[:, None, :], b_X)
+    return torch.where(same, b_X[:, :, None, :], 0.0).reshape([C, C])
+
+
+def unit_lower_inverse(b_L, C):
+    """(I + L)^-1 in fp32, L strictly lower [C, C], C <= 64.  The kernel's dot_precision must be tf32x3 or ieee.
+
+    The 16x16 blocks Xd by substitution; with Y = Xd L_off the rest is (I - Y)(I + Y^2) Xd, exact since Y^4 = 0.
+    """
+    b_Xd = diagonal_inverse(b_L, C)
+    blk = hl.arange(C) // 16
+    b_Y = hl.dot(b_Xd, torch.where(blk[:, None] != blk[None, :], b_L, 0.0))
+    b_Z = hl.dot(b_Y, hl.dot(b_Y, b_Xd), acc=b_Xd)
+    return b_Z - hl.dot(b_Y, b_Z)
