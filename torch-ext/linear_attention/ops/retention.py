@@ -4,8 +4,6 @@ Equations and kernels are in `_scalar_gate.py`: the gate is log gamma_h, one val
 """
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ._checks import check_chunk_size, check_qkv, check_scale, check_state, not_yet

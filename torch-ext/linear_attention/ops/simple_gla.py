@@ -1,4 +1,4 @@
-"""Simple gated linear attention: `S_t = e^{g_t} S_{t-1} + k_t v_t^T`, `o_t = scale S_t^T q_t`, one gate a head and token.
+"""Simple gated linear attention: `S_t = e^{g_t} S_{t-1} + k_t v_t^T`, `o_t = scale S_t^T q_t`, a gate a head and token.
 
 Equations and kernels are in `_scalar_gate.py`.
 """
