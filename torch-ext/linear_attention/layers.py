@@ -1,11 +1,11 @@
 """Layers that `kernels.kernelize` puts in place of a model's own attention functions.
 
-Each class carries the name of the function that it replaces and takes its arguments. The layers hold no state: `kernels`
-binds `forward` to the module being replaced, so nothing but the arguments and this module's globals may be used in it.
+Each class carries the name of the function that it replaces and takes its arguments. The layers hold no state, since
+`kernels` binds `forward` to the module being replaced: it may use nothing but its arguments and the globals here.
 
 Model code passes its whole keyword bundle down, most of which means nothing here (`cu_seq_lens_k`, `max_length_q`,
-`seq_idx`, `use_cache`, the Trainer's `num_items_in_batch`, ...). Only the packing of sequences changes the result, so it
-alone is honoured, under both names in use: `cu_seqlens` and `cu_seq_lens_q`.
+`seq_idx`, `use_cache`, the Trainer's `num_items_in_batch`, ...). Only the packing of sequences changes the result, so
+that alone is honoured, under both names in use: `cu_seqlens` and `cu_seq_lens_q`.
 """
 from __future__ import annotations
 
