@@ -11,6 +11,11 @@ from pathlib import Path
 REPO_ID = "HelionDSL/linear-attention"
 
 
+def local_repository() -> Path:
+    """The folder that stands for the Hub in these tests: what `package` was staged into and loaded from."""
+    return Path(os.environ["LOCAL_KERNELS"].partition("=")[2])
+
+
 def publish(cache: Path, build: Path, branch: str) -> str:
     """Put the variants in `build` on `branch` of the cached repository; returns the commit."""
     repository = cache / f"kernels--{REPO_ID.replace('/', '--')}"
@@ -23,10 +28,10 @@ def publish(cache: Path, build: Path, branch: str) -> str:
 
 
 def run_offline(code: str, *, cwd: Path, cache: Path | None = None, **environment: str) -> str:
-    """Standard output of `code` in a fresh interpreter that must not reach the network."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    environment.pop("LOCAL_KERNELS", None) if cache else None
+    """Standard output of `code` in a fresh interpreter, which finds the package in `cache`, or else where we do."""
+    environment = {**os.environ, **environment}
     if cache:
+        del environment["LOCAL_KERNELS"]
         environment["HF_HUB_CACHE"] = str(cache)
     child = subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600

@@ -2,22 +2,19 @@
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
 
 import pytest
 import torch
+from hub import local_repository
 from kernels import (
     LocalLayerRepository,
     Mode,
-    get_local_kernel,
     kernelize,
     use_kernel_forward_from_hub,
     use_kernel_mapping,
     use_kernelized_func,
 )
 from torch import nn
-
-from tools.stage import ROOT, stage
 
 LAYERS = {"chunk_gated_delta_rule": "gated_delta_rule", "chunk_kimi_delta_attention": "kda"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -39,16 +36,10 @@ def name(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def kernel():
-    stage()
-    return get_local_kernel(ROOT)
-
-
 @pytest.fixture
-def model(kernel, name):
+def model(reference, name):
     """A mixer in the shape of a model's: its own attention function, which `kernelize` may replace."""
-    recurrence = getattr(import_module(f"{kernel.__name__}.reference"), LAYERS[name])
+    recurrence = getattr(reference, LAYERS[name])
 
     @use_kernel_forward_from_hub(name)
     def attention(
@@ -91,7 +82,7 @@ def model(kernel, name):
 
 
 def kernelized(model: nn.Module, name: str, mode: Mode, device: str) -> nn.Module:
-    mapping = {name: {device: LocalLayerRepository(ROOT, layer_name=name)}}
+    mapping = {name: {device: LocalLayerRepository(local_repository(), layer_name=name)}}
     with use_kernel_mapping(mapping, inherit_mapping=False):
         return kernelize(model.to(device), mode=mode, device=device, use_fallback=False)
 
@@ -104,10 +95,10 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def test_contract(kernel, name):
+def test_contract(package, name):
     """A class of its own, without state, whose forward takes what the replaced function takes."""
-    layer = getattr(kernel.layers, name)
-    assert layer.__module__ == f"{kernel.__name__}.layers" and layer.__init__ is nn.Module.__init__
+    layer = getattr(package.layers, name)
+    assert layer.__module__ == f"{package.__name__}.layers" and layer.__init__ is nn.Module.__init__
     assert set(dir(layer)) - set(dir(nn.Module)) == {"has_backward", "can_torch_compile"}
     assert layer.has_backward is True and layer.can_torch_compile is False
     parameters = inspect.signature(layer.forward).parameters.values()
@@ -123,7 +114,7 @@ def test_contract(kernel, name):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_training(kernel, model, name, device):
+def test_training(package, model, name, device):
     x = inputs(device)
     model = model.to(device)
 
@@ -135,7 +126,7 @@ def test_training(kernel, model, name, device):
 
     expected = run()
     model = kernelized(model, name, Mode.TRAINING, device)
-    assert model.attention_function.forward.__func__ is getattr(kernel.layers, name).forward
+    assert model.attention_function.forward.__func__ is getattr(package.layers, name).forward
     actual = run()
     assert [x.dtype for x in actual] == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert max(map(relative_rms, actual, expected)) < 0.02

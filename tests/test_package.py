@@ -11,11 +11,10 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from hub import REPO_ID, publish, run_offline
+from hub import REPO_ID, local_repository, publish, run_offline
 from kernels import get_kernel, get_local_kernel
 from kernels._rust import Backend, Build, Digest, DigestAlgorithm, DigestValidationError, Metadata
-
-from tools.stage import ROOT, stage
+from stage import ROOT, stage
 
 PACKAGE = ROOT / "torch-ext" / "linear_attention"
 BACKENDS = ["cpu", "cuda"]
@@ -157,31 +156,27 @@ def test_imports(name):
     assert absolute <= {*sys.stdlib_module_names, "torch", "helion"}
 
 
-def test_no_function_hides_a_module(kernel_module):
+def test_no_function_hides_a_module(package):
     """Generated code imports the module of a kernel by name, and must not find a function there."""
-    ops = import_module(f"{kernel_module.__name__}.ops")
+    ops = import_module(f"{package.__name__}.ops")
     for path in sorted((PACKAGE / "ops").glob("*.py")):
         if path.stem != "__init__" and not path.stem.startswith("_helion_aot_"):
             module = import_module(f"{ops.__name__}.{path.stem}")
             assert getattr(ops, path.stem) is module
 
 
-@pytest.fixture(scope="module")
-def kernel_module():
-    stage()
-    return get_local_kernel(ROOT)
+def test_loads_from_a_folder(package):
+    """By path, and by name with LOCAL_KERNELS in the environment, whatever revision is asked for."""
+    assert get_local_kernel(local_repository()) is package
+    assert get_kernel(REPO_ID, version=0) is package
+    assert get_kernel(REPO_ID, revision="main") is package
+    assert package.__all__ == [*OPERATORS, "layers"]
+    assert all(callable(getattr(package, name)) for name in OPERATORS)
 
 
-def test_local_kernels_variable(kernel_module, monkeypatch):
-    monkeypatch.setenv("LOCAL_KERNELS", f"{REPO_ID}={ROOT}")
-    assert get_kernel(REPO_ID, version=0) is kernel_module
-    assert kernel_module.__all__ == [*OPERATORS, "layers"]
-    assert all(callable(getattr(kernel_module, name)) for name in OPERATORS)
-
-
-def test_operators_have_the_namespace_of_the_build(kernel_module):
-    ops = import_module(f"{kernel_module.__name__}._ops")
-    assert ops.add_op_namespace_prefix("x") == f"{kernel_module.__name__}::x"
+def test_operators_have_the_namespace_of_the_build(package):
+    ops = import_module(f"{package.__name__}._ops")
+    assert ops.add_op_namespace_prefix("x") == f"{package.__name__}::x"
 
 
 @pytest.fixture(scope="module")
@@ -228,9 +223,8 @@ def test_hub_cache_and_two_versions_in_one_process(built, next_version, tmp_path
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_leaves_no_trace(tmp_path, device):
+def test_leaves_no_trace(package, tmp_path, device):
     """In a read-only folder: no file appears, the environment stays, and importing costs under 2 s of its own."""
-    stage()
     here, home = tmp_path / "here", tmp_path / "home"
     here.mkdir()
     home.mkdir()
@@ -248,7 +242,7 @@ def test_leaves_no_trace(tmp_path, device):
     caches = {name: str(tmp_path / "caches") for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
     here.chmod(0o555)
     try:
-        out = run_offline(code, cwd=here, HOME=str(home), LOCAL_KERNELS=f"{REPO_ID}={ROOT}", **caches)
+        out = run_offline(code, cwd=here, HOME=str(home), **caches)
     finally:
         here.chmod(0o755)
     seen = json.loads(out.splitlines()[-1])
