@@ -23,17 +23,15 @@ def _described(x: object) -> str:
     return f"{x!r} ({type(x).__name__})"
 
 
-def _check_tensor(x: object, name: str, layout: str, rank: int) -> None:
+def _check_tensor(x: object, name: str, layout: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor {layout}, got {_described(x)}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {_described(x)}")
-    if x.dim() != rank:
-        raise ValueError(f"{name}: expected {rank} dimensions {layout}, got {_described(x)}")
 
 
 def _check_like(x: object, name: str, layout: str, shape: Sequence[int], like: torch.Tensor, like_name: str) -> None:
-    _check_tensor(x, name, layout, len(shape))
+    _check_tensor(x, name, layout)
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name}: expected {layout} = {list(shape)}, got {_described(x)}")
     if x.device != like.device:
@@ -45,9 +43,10 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, max_k: int =
 
     B, T or H of 0 raises NotImplementedError.
     """
-    _check_tensor(q, "q", "[B, T, H, K]", 4)
-    for x, name, last in ((k, "k", "K"), (v, "v", "V")):
-        _check_tensor(x, name, f"[B, T, H, {last}]", 4)
+    for x, name, layout in ((q, "q", "[B, T, H, K]"), (k, "k", "[B, T, H, K]"), (v, "v", "[B, T, H, V]")):
+        _check_tensor(x, name, layout)
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions {layout}, got {_described(x)}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {_described(x)}")
         if x.device != q.device:

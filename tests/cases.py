@@ -1,0 +1,211 @@
+"""The one table of cases for the operators, and the inputs of a case."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+
+import torch
+
+OPERATORS = ("linear_attn", "retention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda")
+GATED = {"simple_gla": "head", "gla": "channel", "gated_delta_rule": "head", "kda": "channel"}
+DELTA = ("delta_rule", "gated_delta_rule", "kda")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRODUCTION = {  # B, T, H, K = V: the shapes that flash-linear-attention's own benchmarks use
+    "B1_T8192_H96_D128": (1, 8192, 96, 128),
+    "B2_T16384_H16_D128": (2, 16384, 16, 128),
+    "B4_T2048_H16_D128": (4, 2048, 16, 128),
+    "B4_T4096_H64_D128": (4, 4096, 64, 128),
+    "B8_T2048_H32_D256": (8, 2048, 32, 256),
+    "B8_T1024_H8_D64": (8, 1024, 8, 64),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An operator, its sizes, and what is special about the call."""
+
+    op: str
+    B: int = 1
+    T: int = 100
+    H: int = 2
+    K: int = 32
+    V: int = 48
+    dtype: str = "bf16"
+    gate: str = "model"  # see make_gate
+    layout: str = "dense"  # see laid_out
+    h0: bool = True  # with an initial state
+    ht: bool = True  # with a final state
+    roots: str = "o+ht"  # the results that have a gradient
+    wanted: tuple[str, ...] = ("q", "k", "v", "g", "beta", "initial_state")  # the inputs that want one
+    keys: str = "random"  # or nearly parallel, with beta 1
+    small: str = ""  # the dtype of g, beta and the initial state; else fp32, the case's, fp32
+    scale: float | None = None
+    l2norm: bool = False
+    chunk_size: int | None = None
+
+    def __str__(self) -> str:
+        sizes = f"{self.op}-B{self.B}-T{self.T}-H{self.H}-K{self.K}-V{self.V}-{self.dtype}"
+        special = [
+            f"{field.name}={'+'.join(value) if field.name == 'wanted' else value}"
+            for field in dataclasses.fields(self)[7:]
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return "-".join([sizes, *special])
+
+
+LENGTHS = (
+    dict(T=1),
+    dict(T=1, h0=False, ht=False),
+    dict(T=15),
+    dict(T=63, ht=False),
+    dict(T=64, B=2, H=3),
+    dict(T=65, h0=False),
+    dict(T=100, B=2),
+    dict(T=1000, H=1, K=16, V=16),
+)
+HEAD_DIMS = (
+    dict(T=70, K=20, V=24),
+    dict(T=70, K=100, V=36),
+    dict(T=70, K=8, V=12),
+    dict(T=70, K=16, V=5),
+    dict(T=70, K=3, V=64),
+    dict(T=70, K=64, V=300, H=1),
+    dict(T=70, K=256, V=256, H=1),
+)
+PRECISIONS = (
+    dict(dtype="fp16", K=20, V=24),
+    dict(dtype="fp16", T=150, K=64, V=64),
+    dict(dtype="fp32", K=20, V=24),
+    dict(dtype="fp32", T=150, K=64, V=64),
+    dict(dtype="bf16", small="bf16"),
+    dict(dtype="fp16", small="fp16"),
+)
+LAYOUTS = tuple(dict(layout=layout, B=2) for layout in ("transposed", "head_first", "sliced", "expanded"))
+CALLS = (
+    dict(roots="ht"),
+    dict(roots="o"),
+    dict(roots="o", h0=False),
+    dict(wanted=("q",)),
+    dict(wanted=("v",)),
+    dict(wanted=("k", "initial_state")),
+    dict(scale=0.3),
+)
+GATES = tuple(dict(gate=gate) for gate in ("zero", "weak", "strong", "fifty", "some_inf", "all_inf")) + (
+    dict(gate="some_inf", dtype="fp16"),
+    dict(gate="some_inf", dtype="fp32"),
+    dict(gate="strong", dtype="fp16"),
+    dict(gate="strong", dtype="fp32"),
+    dict(gate="strong", T=300, B=2),
+    dict(gate="some_inf", T=300, B=2),
+    dict(wanted=("g",)),
+)
+KEYS = (
+    dict(keys="parallel", gate="zero"),
+    dict(keys="parallel", gate="zero", dtype="fp32"),
+    dict(l2norm=True),
+    dict(l2norm=True, K=20, V=24, dtype="fp16"),
+    dict(l2norm=True, layout="transposed"),
+    dict(wanted=("beta",)),
+)
+LARGE = (
+    dict(B=2, T=1000, H=4, K=64, V=128),
+    dict(B=2, T=1000, H=4, K=64, V=128, dtype="fp16"),
+    dict(B=2, T=1000, H=4, K=64, V=128, dtype="fp32"),
+    dict(B=2, T=1000, H=4, K=128, V=64),
+    dict(B=2, T=1000, H=4, K=128, V=128, gate="strong"),
+    dict(B=2, T=1000, H=4, K=128, V=128, gate="some_inf", h0=False),
+    dict(B=2, T=1000, H=2, K=256, V=256),
+    dict(T=200, K=256, V=256, dtype="fp16"),
+    dict(T=200, K=256, V=256, dtype="fp32"),
+    dict(T=200, K=128, V=128, dtype="fp32"),
+    dict(B=2, T=1000, H=4, K=100, V=200),
+)
+
+
+def _cases(op, large):
+    rows = LENGTHS + HEAD_DIMS + PRECISIONS + LAYOUTS + CALLS
+    if op in GATED:
+        rows += GATES
+    if op in DELTA:
+        rows += KEYS
+    if op == "simple_gla":
+        rows += (dict(gate="gamma"), dict(gate="gamma", h0=False), dict(gate="none"))
+    if op in ("retention", "simple_gla", "delta_rule", "gated_delta_rule", "kda"):
+        rows += (dict(chunk_size=32),)
+    # a row may be one that the defaults, or an operator without gates, already have
+    return list(dict.fromkeys(_case(op, row) for row in rows + (LARGE if large else ())))
+
+
+def _case(op, row):
+    row = dict(row)
+    if op not in GATED:
+        row.pop("gate", None)
+    return Case(op, **row)
+
+
+INTERPRETER = [case for op in OPERATORS for case in _cases(op, large=False)]
+GPU = [case for op in OPERATORS for case in _cases(op, large=True)]
+
+
+def make_gate(kind, shape):
+    """Natural-log gates, fp32: as models have them, or at an extreme."""
+    if kind == "model":
+        return torch.nn.functional.logsigmoid(torch.randn(shape)).clamp(min=-5)
+    if kind == "weak":
+        return -0.1 * torch.rand(shape)
+    if kind == "strong":
+        return -50 * torch.rand(shape)
+    if kind == "some_inf":
+        return torch.where(torch.rand(shape) < 0.05, -torch.inf, -0.2 * torch.rand(shape))
+    return torch.full(shape, {"zero": 0.0, "fifty": -50.0, "all_inf": -torch.inf}[kind])
+
+
+def laid_out(x, layout):
+    """x [B, T, H, ...] with the strides of a layout; "expanded" also gives every head the values of the first one."""
+    if layout == "transposed":  # what a causal convolution leaves: time is the last dimension in memory
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    if layout == "head_first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":  # part of a wider tensor, at an address that is not aligned
+        wide = x.new_zeros(*x.shape[:-1], x.size(-1) + 3)
+        wide[..., 1:-2] = x
+        return wide[..., 1:-2]
+    if layout == "expanded":
+        return x[:, :, :1].expand_as(x)
+    return x
+
+
+def make(case, device="cpu"):
+    """The arguments that operator and reference share, by name, and the gradients of o and the final state (or None).
+
+    The numbers come from the CPU and a seed of the case's own, so that a case is the same everywhere.
+    """
+    torch.manual_seed(zlib.crc32(str(case).encode()))
+    dtype, small = DTYPES[case.dtype], DTYPES.get(case.small)
+    B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
+    q, k, v = torch.randn(B, T, H, K), torch.randn(B, T, H, K), torch.randn(B, T, H, V)
+    if case.keys == "parallel":
+        k = torch.randn(1, 1, H, K) + 0.03 * k
+    if not case.l2norm:
+        k = torch.nn.functional.normalize(k, dim=-1)
+    inputs = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+    if case.op in GATED and case.gate not in ("gamma", "none"):
+        shape = (B, T, H) if GATED[case.op] == "head" else (B, T, H, K)
+        inputs["g"] = make_gate(case.gate, shape).to(small or torch.float32)
+    if case.op in DELTA:
+        beta = torch.ones(B, T, H) if case.keys == "parallel" else torch.randn(B, T, H).sigmoid()
+        inputs["beta"] = beta.to(small or dtype)
+    inputs = {name: laid_out(x.to(device), case.layout) for name, x in inputs.items()}
+    if case.gate == "gamma":
+        inputs["g_gamma"] = torch.linspace(-0.5, -0.01, H, device=device)
+    if case.h0:
+        h0 = torch.randn(B, H, K, V).to(device, small or torch.float32)
+        inputs["initial_state"] = h0.mT.contiguous().mT if case.layout == "transposed" else h0
+    inputs |= {"scale": case.scale} if case.scale else {}
+    inputs |= {"use_qk_l2norm_in_kernel": True} if case.l2norm else {}
+    do, dht = torch.randn(B, T, H, V).to(device, dtype), torch.randn(B, H, K, V).to(device)
+    if case.layout == "expanded":  # the gradient that a plain sum has
+        do = torch.ones_like(do[:1, :1, :1, :1]).expand_as(do)
+    do = laid_out(do, case.layout)
+    return inputs, do if "o" in case.roots.split("+") else None, dht if case.ht and "ht" in case.roots else None

@@ -1,0 +1,139 @@
+"""The seven operators against their recurrences: results and every gradient, in the interpreter and on a GPU.
+
+A GPU run covers the whole table of cases.py and the production shapes; the interpreter runs the small cases.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from cases import DTYPES, GATED, GPU, INTERPRETER, OPERATORS, PRODUCTION, Case, make
+from numerics import UNIT, assert_within, poisoned, run, run_eager, run_exact
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def operator(package, op, **options):
+    """The operator, with the options that its recurrence has no use for."""
+    if op == "linear_attn":
+        options["normalize"] = False
+    return functools.partial(getattr(package, f"chunk_{op}"), **options)
+
+
+def check(case, package, reference, device):
+    inputs, do, dht = make(case, device)
+    options = {"output_final_state": case.ht} | ({"chunk_size": case.chunk_size} if case.chunk_size else {})
+    before = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    with poisoned():
+        got = run(operator(package, case.op, **options), inputs, do, dht, case.wanted)
+    for name, x in before.items():
+        assert torch.equal(x, inputs[name]), f"{name} was written to"
+    assert got["o"].dtype == inputs["q"].dtype
+    assert ("ht" in got) == case.ht and ("ht" not in got or got["ht"].dtype == torch.float32)
+    exact = run_exact(reference, case.op, inputs, do, dht, case.wanted)
+    rounded = run_eager(case.op, inputs, do, dht)
+    terms = run_eager(case.op, inputs, do, dht, exact=True)["dg_terms"] if "dg" in got else None
+    assert_within(str(case), got, rounded, exact, UNIT[DTYPES[case.dtype]], terms)
+
+
+@pytest.mark.parametrize("case", INTERPRETER, ids=str)
+def test_in_the_interpreter(case, package, reference):
+    check(case, package, reference, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU, ids=str)
+def test_on_the_gpu(case, package, reference):
+    check(case, package, reference, "cuda")
+
+
+def heads(x, rows, columns, per_head=False):
+    """The batch rows and heads of x [B, T, H, ...], or of a state [B, H, K, V] (per_head)."""
+    return x[rows][:, columns] if per_head else x[rows][:, :, columns]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("shape", PRODUCTION)
+def test_production_shape(shape, op, package):
+    """All tokens of the first and last batch row and head, against the chunked form in fp64."""
+    B, T, H, D = PRODUCTION[shape]
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    inputs = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v}
+    if op in GATED:
+        g = torch.randn(B, T, H, *([D] if GATED[op] == "channel" else []), device="cuda")
+        inputs["g"] = torch.nn.functional.logsigmoid(g).clamp(min=-5)
+    if "delta" in op or op == "kda":
+        inputs["beta"] = torch.randn(B, T, H, device="cuda", dtype=torch.bfloat16).sigmoid()
+    inputs["initial_state"] = torch.randn(B, H, D, D, device="cuda")
+    dht = torch.randn(B, H, D, D, device="cuda")
+    with poisoned():
+        results = run(operator(package, op, output_final_state=True), inputs, do, dht)
+
+    rows, columns = sorted({0, B - 1}), sorted({0, H - 1})
+    is_state = {"initial_state", "dinitial_state", "ht"}
+    part = {name: heads(x, rows, columns, name in is_state) for name, x in inputs.items()}
+    got = {name: heads(x, rows, columns, name in is_state) for name, x in results.items()}
+    if op == "retention":  # its gamma depends on which head it is
+        op, gamma = "simple_gla", 1 - 2.0 ** (-5 - torch.tensor(columns, device="cuda", dtype=torch.float64))
+        part["g_gamma"] = gamma.log()
+    do, dht = heads(do, rows, columns), heads(dht, rows, columns, per_head=True)
+    exact = run_eager(op, part, do, dht, exact=True)
+    rounded = run_eager(op, part, do, dht)
+    assert_within(f"{op}-{shape}", got, rounded, exact, UNIT[torch.bfloat16], exact.get("dg_terms"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_same_bits_twice(op, device, package):
+    inputs, do, dht = make(Case(op, B=2, T=150), device)
+    first, second = (run(operator(package, op, output_final_state=True), inputs, do, dht) for _ in range(2))
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_inference_has_the_bits_of_training(op, device, package):
+    inputs, do, dht = make(Case(op, B=2, T=150), device)
+    fn = operator(package, op, output_final_state=True)
+    trained = run(fn, inputs, do, dht)
+    with torch.no_grad():
+        o, ht = fn(**inputs)
+    assert torch.equal(o, trained["o"]) and torch.equal(ht, trained["ht"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("t", [1, 37, 64, 149])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_nothing_depends_on_later_tokens(op, t, device, package):
+    """Bit for bit: o and dq before t stay when inputs from t on change, and with do zero from t on all gradients do.
+
+    The gradients from t on are then zero.
+    """
+    inputs, do, _ = make(Case(op, B=2, T=150), device)
+    do[:, t:] = 0
+    changed = {name: x if name == "initial_state" else torch.cat([x[:, :t], x[:, t:].flip(0)], 1)
+               for name, x in inputs.items()}
+    fn = operator(package, op)
+    expected, got = run(fn, inputs, do, None), run(fn, changed, do, None)
+    assert torch.equal(expected["dinitial_state"], got.pop("dinitial_state"))
+    for name, x in got.items():
+        assert torch.equal(x[:, :t], expected[name][:, :t]), name
+        assert name == "o" or not x[:, t:].any(), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_a_batch_row_does_not_depend_on_another(op, device, package):
+    inputs, do, dht = make(Case(op, B=2, T=150), device)
+    spoilt = {name: x.clone() for name, x in inputs.items()}
+    for x in spoilt.values():
+        x[1] = torch.nan
+    fn = operator(package, op, output_final_state=True)
+    expected, got = run(fn, inputs, do, dht), run(fn, spoilt, do, dht)
+    for name, x in got.items():
+        assert torch.equal(x[0], expected[name][0]), name
