@@ -1,0 +1,54 @@
+"""How wrong a result is, and how wrong it may be: the bound of the tests, beside a measurement at a production shape.
+
+Exact values and the bound come from the chunked form of tests/eager.py, in fp64 and rounded as the kernels round, over
+all tokens of the batches {0, B-1} and heads {0, H-1}: heads do not mix, so whole inputs are not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from numerics import UNIT, rms, run_eager
+from workloads import Workload
+
+
+class Yardstick(NamedTuple):
+    """Exact results at the corners, by name ("o", "dq", …), and the largest relative RMS error that each may have."""
+
+    exact: dict[str, torch.Tensor]
+    limits: dict[str, float]
+
+    def errors(self, found: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """RMS error over the RMS of the exact result, of whole tensors."""
+        return {name: rms(corners(found[name]) - right) / rms(right) for name, right in self.exact.items()}
+
+
+def corners(x: torch.Tensor) -> torch.Tensor:
+    """The batches {0, B-1} and heads {0, H-1} of x [B,T,H,...]."""
+    return x[ends(x.shape[0])][:, :, ends(x.shape[2])]
+
+
+def ends(n: int) -> list[int]:
+    """The first and the last of n positions."""
+    return sorted({0, n - 1})
+
+
+def yardstick(workload: Workload, tensors: Mapping[str, torch.Tensor]) -> Yardstick:
+    """For whole inputs and `do`, with the bound of tests/numerics.py."""
+    inputs = {name: corners(tensors[name]) for name in workload.inputs} | dict(workload.reference_options)
+    op = workload.op
+    if op == "retention":
+        # the decay of a head follows from its number, which the corners have lost
+        H = tensors["q"].shape[2]
+        gammas = torch.log1p(-torch.exp2(-5.0 - torch.arange(H, dtype=torch.float64, device=tensors["q"].device)))
+        op, inputs["g_gamma"] = "simple_gla", gammas[ends(H)]
+    do = corners(tensors["do"])
+    exact = run_eager(op, inputs, do, None, exact=True)
+    rounded = run_eager(op, inputs, do, None)
+    names = workload.outputs
+    scales = {name: rms(exact["dg_terms" if name == "dg" else name]) for name in names}
+    unit = UNIT[tensors["q"].dtype]
+    limits = {name: (2 * rms(rounded[name] - exact[name]) + unit * scales[name]) / rms(exact[name]) for name in names}
+    return Yardstick({name: exact[name] for name in names}, limits)
