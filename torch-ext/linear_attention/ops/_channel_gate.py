@@ -1,0 +1,200 @@
+"""Device functions for gates that differ by channel: the decays between the tokens of a chunk, by bisection.
+
+The decay from token j to token i of a chunk, 2^(g_{j+1} + .. + g_i) in each channel, factors into a row and a column
+that both stay at or below 1 only at an anchor between the two.  Bisection finds one for every pair: at level l
+the chunk falls into blocks of 2^(l+1) rows, and the upper half of each block meets its lower half.
+
+    inner_i   for a row of an upper half: the product of the decays from the half's first token to i
+    outer_j   for a row of a lower half: the product of the decays after j to the half's last token
+
+The pair (i, j) belongs to the level of the top bit of i ^ j, where its decay is inner_i outer_j.  inner and outer grow
+from level to level as products of decays: one exponential a token and channel and no difference of sums, so a small
+gate keeps its digits beside a strong one and a gate of -inf is an ordinary 0.  After the last level they reach from
+the chunk's begin to i and from j to the chunk's end.  Every factor depends on tokens up to i alone.
+
+As a row is in one half only, one operand a level serves both: q times inner in the upper rows, k times outer in the
+lower ones.  Tiles are [C, BK], C a power of two of at least 16; sums are fp32.
+"""
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+
+
+def upper_half(level, C):
+    """Whether a row lies in the upper half of its block: bool [C, 1]."""
+    return ((hl.arange(C) >> level) % 2 == 1)[:, None]
+
+
+def level_pairs(level, C):
+    """Whether two rows lie in the two halves of one block: bool [C, C], symmetric."""
+    half = hl.arange(C) >> level
+    return (half[:, None] ^ half[None, :]) == 1
+
+
+def diagonal(C):
+    """bool [C, C]."""
+    return hl.arange(C)[:, None] == hl.arange(C)[None, :]
+
+
+def first_level(b_g):
+    """inner and outer of halves of one row, from log2 gates."""
+    return torch.exp2(b_g), b_g * 0.0 + 1.0
+
+
+def other_half(b_x, level, C):
+    """For each row what the row 2^level away, in the other half of its block, holds; values in 0..1, fp32.
+
+    The sum of the two over their bits as integers, less the own ones: exact, and one reduction instead of two.
+    """
+    shape = [C >> (level + 1), 2, 1 << level, b_x.size(1)]
+    b_bits = b_x.view(torch.int32).reshape(shape)
+    b_both = torch.sum(b_bits, 1, dtype=torch.int32).unsqueeze(1)
+    return (b_both - b_bits).reshape([C, b_x.size(1)]).view(torch.float32)
+
+
+def next_level(b_inner, b_outer, level, C):
+    """inner and outer of halves twice as long.
+
+    inner_i outer_i, the decay over a whole half, extends inner of the half above it and outer of the half below it.
+    """
+    upper = upper_half(level, C)
+    b_f = torch.where(upper, b_inner, b_outer) * other_half(b_inner * b_outer, level, C)
+    return torch.where(upper, b_f, b_inner), torch.where(upper, b_outer, b_f)
+
+
+def query_scores(b_q, b_k, b_g, C):
+    """A_ij = sum_d q_id k_jd decay_ijd for i >= j, other entries undefined; and the chunk's inner and outer.
+
+    q, k and log2 gates [C, BK] -> fp32 [C, C], fp32 [C, BK] twice.
+    """
+    b_A = torch.where(diagonal(C), torch.sum(b_q.to(torch.float32) * b_k.to(torch.float32), 1)[:, None], 0.0)
+    b_inner, b_outer = first_level(b_g)
+    for level in range(C.bit_length() - 1):
+        upper = upper_half(level, C)
+        b_x = (torch.where(upper, b_q, b_k).to(torch.float32) * torch.where(upper, b_inner, b_outer)).to(b_q.dtype)
+        b_s = hl.dot(b_x, b_x.transpose(0, 1), out_dtype=torch.float32)
+        b_A = torch.where(level_pairs(level, C), b_s, b_A)
+        b_inner, b_outer = next_level(b_inner, b_outer, level, C)
+    return b_A, b_inner, b_outer
+
+
+def masked_sums(mask, b_x, dtype):
+    """sum_i mask_ti x_i of fp32 x [C, BK], in a kernel whose inputs are of `dtype`.
+
+    Beside narrow inputs x goes into two products, as a bf16 value and the bf16 value of the rest: 16 bits.
+    """
+    b_m = torch.where(mask, 1.0, 0.0)
+    if dtype == torch.float32:
+        return hl.dot(b_m, b_x)
+    b_m = b_m.to(torch.bfloat16)
+    b_high = b_x.to(torch.bfloat16)
+    b_low = (b_x - b_high.to(torch.float32)).to(torch.bfloat16)
+    return hl.dot(b_m, b_low, acc=hl.dot(b_m, b_high, out_dtype=torch.float32))
+
+
+def level_gate_sums(b_x, level, dtype, C):
+    """What a level's pairs add to the gradient of each token's gate.
+
+    x_i is the sum of the pair weights of row i: in an upper half it counts for the gates up to i, in a lower half
+    for the gates after i.
+    """
+    idx = hl.arange(C)
+    half = idx >> level
+    upper = half % 2 == 1
+    inside = torch.where(upper[:, None], idx[None, :] >= idx[:, None], idx[None, :] < idx[:, None])
+    return masked_sums((half[:, None] == half[None, :]) & inside, b_x, dtype)
+
+
+def chunk_gate_sums(b_x, b_y, dtype, C):
+    """sum_{i>=t} x_i + sum_{j<t} y_j, where x_i decays over the chunk's gates up to i and y_j over those after j."""
+    idx = hl.arange(C)
+    b_sums = masked_sums(idx[None, :] >= idx[:, None], b_x, dtype)
+    return b_sums + masked_sums(idx[None, :] < idx[:, None], b_y, dtype)
+
+
+def query_key_scores(b_q, b_k, b_g, C):
+    """query_scores and the same with k for q, L_ij = sum_d k_id k_jd decay_ijd for i > j, other entries undefined.
+
+    q, k and log2 gates [C, BK] -> A, L fp32 [C, C], inner, outer fp32 [C, BK].
+    """
+    b_A = torch.where(diagonal(C), torch.sum(b_q.to(torch.float32) * b_k.to(torch.float32), 1)[:, None], 0.0)
+    b_L = b_A * 0.0
+    b_inner, b_outer = first_level(b_g)
+    for level in range(C.bit_length() - 1):
+        upper = upper_half(level, C)
+        pairs = level_pairs(level, C)
+        b_f = torch.where(upper, b_inner, b_outer)
+        b_x = (torch.where(upper, b_q, b_k).to(torch.float32) * b_f).to(b_q.dtype)
+        b_y = (b_k.to(torch.float32) * b_f).to(b_k.dtype).transpose(0, 1)
+        b_A = torch.where(pairs, hl.dot(b_x, b_y, out_dtype=torch.float32), b_A)
+        b_L = torch.where(pairs, hl.dot(b_y.transpose(0, 1), b_y, out_dtype=torch.float32), b_L)
+        b_inner, b_outer = next_level(b_inner, b_outer, level, C)
+    return b_A, b_L, b_inner, b_outer
+
+
+def mirrored(b_x, C):
+    """The strict lower triangle of a [C, C] tile and its mirror image, fp32."""
+    idx = hl.arange(C)
+    b_x = b_x.to(torch.float32)
+    return torch.where(idx[:, None] > idx[None, :], b_x, b_x.transpose(0, 1))
+
+
+def query_gradients(b_q, b_k, b_g, b_dA, C):
+    """The parts of dq, dk and dg that come from A in the chunk; and the chunk's inner and outer.
+
+    q, k and log2 gates [C, BK], dA [C, C] (the upper triangle is not used) -> fp32 [C, BK] five times.
+    With dA made symmetric one product a level gives dq in the upper rows and dk in the lower ones.
+    """
+    b_d = torch.sum(torch.where(diagonal(C), b_dA.to(torch.float32), 0.0), 1)[:, None]
+    b_dA = mirrored(b_dA, C).to(b_q.dtype)
+    b_dq = b_d * b_k.to(torch.float32)
+    b_dk = b_d * b_q.to(torch.float32)
+    b_dg = b_g * 0.0
+    b_inner, b_outer = first_level(b_g)
+    for level in range(C.bit_length() - 1):
+        upper = upper_half(level, C)
+        b_f = torch.where(upper, b_inner, b_outer)
+        b_x = torch.where(upper, b_q, b_k).to(torch.float32)
+        b_p = torch.where(level_pairs(level, C), b_dA, 0.0)
+        b_y = hl.dot(b_p, (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
+        b_dq = b_dq + torch.where(upper, b_y, 0.0)
+        b_dk = b_dk + torch.where(upper, 0.0, b_y)
+        b_dg = b_dg + level_gate_sums(b_x * b_y, level, b_q.dtype, C)
+        b_inner, b_outer = next_level(b_inner, b_outer, level, C)
+    return b_dq, b_dk, b_dg, b_inner, b_outer
+
+
+def query_key_gradients(b_q, b_k, b_g, b_beta, b_dA, b_dL, C):
+    """query_gradients and what comes from beta_i L_ij: dL is the gradient of it, over beta_i.
+
+    q, k and log2 gates [C, BK], beta fp32 [C, 1], dA, dL [C, C] (the upper triangles are not used)
+    -> dq, dk, dg fp32 [C, BK], dbeta fp32 [C], inner, outer fp32 [C, BK].
+    A mirrored dL meets k in the lower rows, which gives the upper rows their part of dk without beta, and beta k in the
+    upper rows.
+    """
+    b_d = torch.sum(torch.where(diagonal(C), b_dA.to(torch.float32), 0.0), 1)[:, None]
+    b_dA = mirrored(b_dA, C).to(b_q.dtype)
+    b_dL = mirrored(b_dL, C).to(b_q.dtype)
+    b_dq = b_d * b_k.to(torch.float32)
+    b_dk = b_d * b_q.to(torch.float32)
+    b_dg = b_g * 0.0
+    b_dbeta = torch.sum(b_dg, 1)
+    b_inner, b_outer = first_level(b_g)
+    for level in range(C.bit_length() - 1):
+        upper = upper_half(level, C)
+        pairs = level_pairs(level, C)
+        b_f = torch.where(upper, b_inner, b_outer)
+        b_b = torch.where(upper, b_beta, 1.0)
+        b_x = torch.where(upper, b_q, b_k).to(torch.float32)
+        b_y = (b_x * b_f).to(b_q.dtype)
+        b_y = hl.dot(torch.where(pairs, b_dA, 0.0), b_y, out_dtype=torch.float32) * b_f
+        b_z = (b_k.to(torch.float32) * b_b * b_f).to(b_k.dtype)
+        b_z = hl.dot(torch.where(pairs, b_dL, 0.0), b_z, out_dtype=torch.float32) * b_f
+        b_w = b_k.to(torch.float32) * b_z
+        b_dbeta = b_dbeta + torch.sum(torch.where(upper, b_w, 0.0), 1)
+        b_dq = b_dq + torch.where(upper, b_y, 0.0)
+        b_dk = b_dk + torch.where(upper, 0.0, b_y) + b_z * b_b
+        b_dg = b_dg + level_gate_sums(b_x * b_y + b_w * b_b, level, b_q.dtype, C)
+        b_inner, b_outer = next_level(b_inner, b_outer, level, C)
+    return b_dq, b_dk, b_dg, b_dbeta, b_inner, b_outer

@@ -1,0 +1,205 @@
+"""The kernels of Kimi delta attention that work on one chunk at a time; the walks along a sequence are in `_delta.py`.
+
+A gate has a value for each channel and token.  In a chunk of C tokens gc is the log2 gate summed from the chunk's begin
+and gl its sum over the chunk; S is the state at the chunk's begin, D the gradient of the state at its end, and
+
+    A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j       qg = 2^gc q       w = X beta (2^gc k)      n = u - w S
+    L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j      kg = 2^(gl - gc) k      u = X beta v      X = (I + L)^-1
+"""
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+
+from ._aot import kernel
+from ._channel_gate import chunk_gate_sums, query_key_gradients, query_key_scores
+from ._tile import log2_gate, unit_lower_inverse
+
+
+@kernel(dot_precision="tf32x3")
+def kda_scores_kernel(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, C: hl.constexpr
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j;
+    X = (I + L)^-1;  qg = 2^gc q;  kb = 2^gc k;  kg = 2^(gl - gc) k;  gl.
+
+    q, k, g [B,T,H,K], beta [B,T,H] -> A, X [B,T,H,C], qg, kb, kg [B,T,H,K], all in q's dtype, gl fp32 [B,NT,H,K].
+    One program a head and chunk.
+    """
+    B, T, H, K = q.size()
+    K = hl.specialize(K)
+    NT = (T + C - 1) // C
+    A = torch.empty([B, T, H, C], dtype=q.dtype, device=q.device)
+    X = torch.empty([B, T, H, C], dtype=q.dtype, device=q.device)
+    qg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    kb = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    kg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    gl = torch.empty([B, NT, H, K], dtype=torch.float32, device=q.device)
+    BK = hl.register_block_size(16, K)
+    for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        idx = hl.arange(C)
+        i_t = tile_c.begin * C + idx
+        rows = (i_t < T)[:, None]
+        b_A = hl.zeros([C, C], dtype=torch.float32)
+        b_L = hl.zeros([C, C], dtype=torch.float32)
+        for tile_k in hl.tile(K, block_size=BK):
+            b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
+            gl[i_b, tile_c.begin, i_h, tile_k] = torch.sum(b_g, 0)
+            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+            b_a, b_l, b_inner, b_outer = query_key_scores(b_q, b_k, b_g, C)
+            b_A = b_A + b_a
+            b_L = b_L + b_l
+            hl.store(qg, [i_b, i_t, i_h, tile_k], (b_q.to(torch.float32) * b_inner).to(qg.dtype), extra_mask=rows)
+            hl.store(kb, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_inner).to(kb.dtype), extra_mask=rows)
+            hl.store(kg, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_outer).to(kg.dtype), extra_mask=rows)
+        b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
+        hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
+        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)
+        b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
+        hl.store(X, [i_b, i_t, i_h, idx], unit_lower_inverse(b_L, C).to(X.dtype), extra_mask=rows)
+    return A, X, qg, kb, kg, gl
+
+
+@kernel(dot_precision="tf32x3")
+def kda_wu_kernel(
+    X: torch.Tensor, kb: torch.Tensor, v: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[w, u] = X beta [kb, v].
+
+    X [B,T,H,C], kb [B,T,H,K], v [B,T,H,V], beta [B,T,H] -> w [B,T,H,K], u [B,T,H,V], in v's dtype.
+    One program a head and chunk.
+    """
+    B, T, H, K = kb.size()
+    K, V, C = hl.specialize((K, v.size(3), X.size(3)))
+    NT = (T + C - 1) // C
+    w = torch.empty([B, T, H, K], dtype=v.dtype, device=v.device)
+    u = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        i_t = tile_c.begin * C + hl.arange(C)
+        rows = (i_t < T)[:, None]
+        b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)[:, None]
+        for tile_k in hl.tile(K, block_size=BK):
+            b_k = hl.load(kb, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+            b_w = hl.dot(b_X, (b_k.to(torch.float32) * b_beta).to(v.dtype), out_dtype=torch.float32)
+            hl.store(w, [i_b, i_t, i_h, tile_k], b_w.to(w.dtype), extra_mask=rows)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows)
+            b_u = hl.dot(b_X, (b_v.to(torch.float32) * b_beta).to(v.dtype), out_dtype=torch.float32)
+            hl.store(u, [i_b, i_t, i_h, tile_v], b_u.to(u.dtype), extra_mask=rows)
+    return w, u
+
+
+@kernel(dot_precision="tf32x3")
+def kda_bwd_v_kernel(
+    X: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, n: torch.Tensor, do: torch.Tensor, dn: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """r = X^T dn;  dv = beta r;  dA = scale do n^T, used for i >= j;  dL = -r n^T, used for i > j;  dbeta = sum_V r v.
+
+    X [B,T,H,C], v, n, do, dn [B,T,H,V], beta [B,T,H] -> r, dv [B,T,H,V], dA, dL [B,T,H,C], in v's dtype, the V part of
+    dbeta fp32 [B,T,H].  One program a head and chunk.
+    """
+    B, T, H, V = v.size()
+    V, C = hl.specialize((V, X.size(3)))
+    NT = (T + C - 1) // C
+    r = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    dv = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    dA = torch.empty([B, T, H, C], dtype=v.dtype, device=v.device)
+    dL = torch.empty([B, T, H, C], dtype=v.dtype, device=v.device)
+    dbeta = torch.empty([B, T, H], dtype=torch.float32, device=v.device)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        i_t = tile_c.begin * C + hl.arange(C)
+        rows = (i_t < T)[:, None]
+        b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows).transpose(0, 1)
+        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)[:, None]
+        b_dA = hl.zeros([C, C], dtype=torch.float32)
+        b_dL = hl.zeros([C, C], dtype=torch.float32)
+        b_dbeta = hl.zeros([C], dtype=torch.float32)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_n = hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=rows).transpose(0, 1)
+            b_dA = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_n, acc=b_dA)
+            b_r = hl.dot(b_X, hl.load(dn, [i_b, i_t, i_h, tile_v], extra_mask=rows), out_dtype=torch.float32)
+            hl.store(r, [i_b, i_t, i_h, tile_v], b_r.to(r.dtype), extra_mask=rows)
+            hl.store(dv, [i_b, i_t, i_h, tile_v], (b_r * b_beta).to(dv.dtype), extra_mask=rows)
+            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows).to(torch.float32)
+            b_dbeta = b_dbeta + torch.sum(b_r * b_v, 1)
+            b_dL = hl.dot(b_r.to(v.dtype), b_n, acc=b_dL)
+        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], (b_dA * scale).to(dA.dtype), extra_mask=rows)
+        hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], (-b_dL).to(dL.dtype), extra_mask=rows)
+        hl.store(dbeta, [i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)
+    return r, dv, dA, dL, dbeta
+
+
+@kernel(dot_precision="tf32x3")
+def kda_bwd_qk_kernel(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, do: torch.Tensor, n: torch.Tensor,
+    r: torch.Tensor, dA: torch.Tensor, dL: torch.Tensor, S: torch.Tensor, D: torch.Tensor, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With x = scale 2^gc do S^T, y = 2^(gl - gc) n D^T, z = -2^gc r S^T and e_ij = 2^(gc_i - gc_j):
+
+    dq_i = x_i + sum_j dA_ij e_ij k_j
+    dk_i = y_i + beta_i z_i + sum_j (dA_ji e_ji q_j + beta_j dL_ji e_ji k_j + beta_i dL_ij e_ij k_j)
+    dbeta_i = k_i . z_i + sum_j dL_ij L_ij / beta_i
+    dg_t = sum_{i>=t>j} (dA_ij A_ij + dL_ij L_ij) + sum_{i>=t} (q x + beta k z)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
+    with every sum of dg in each channel.
+
+    q, k, g [B,T,H,K], beta [B,T,H], do, n, r [B,T,H,V], dA, dL [B,T,H,C], S, D [B,NT,H,K,V]
+    -> dq, dk in q's dtype, dg in g's, the K part of dbeta, fp32 [NK,B,T,H], a K tile each.
+    One program a head, chunk and K tile.
+    """
+    B, T, H, K = q.size()
+    K, V, C = hl.specialize((K, do.size(3), dA.size(3)))
+    NT = (T + C - 1) // C
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    dk = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    dg = torch.empty([B, T, H, K], dtype=g.dtype, device=q.device)
+    dbeta = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=q.device)
+    for tile_bh, tile_c, tile_k in hl.tile([B * H, NT, K], block_size=[1, 1, BK]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        i_t = tile_c.begin * C + hl.arange(C)
+        rows = (i_t < T)[:, None]
+        b_x = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_y = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_z = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_SD = hl.zeros([tile_k], dtype=torch.float32)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_S = S[i_b, tile_c.begin, i_h, tile_k, tile_v]
+            b_D = D[i_b, tile_c.begin, i_h, tile_k, tile_v]
+            b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_S.transpose(0, 1), acc=b_x)
+            b_y = hl.dot(hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_D.transpose(0, 1), acc=b_y)
+            b_z = hl.dot(hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_S.transpose(0, 1), acc=b_z)
+            b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
+        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+        b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
+        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)[:, None]
+        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+        b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+        b_SD = b_SD * torch.exp2(torch.sum(b_g, 0))
+        b_dq, b_dk, b_dg, b_dbeta, b_inner, b_outer = query_key_gradients(b_q, b_k, b_g, b_beta, b_dA, b_dL, C)
+        b_x = b_x * b_inner * scale
+        b_y = b_y * b_outer
+        b_z = -b_z * b_inner
+        b_kz = b_k.to(torch.float32) * b_z
+        b_rows = b_q.to(torch.float32) * b_x + b_kz * b_beta
+        b_dg = b_dg + chunk_gate_sums(b_rows, b_k.to(torch.float32) * b_y, q.dtype, C)
+        hl.store(dq, [i_b, i_t, i_h, tile_k], (b_dq + b_x).to(dq.dtype), extra_mask=rows)
+        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_y + b_z * b_beta).to(dk.dtype), extra_mask=rows)
+        hl.store(dg, [i_b, i_t, i_h, tile_k], (b_dg + b_SD[None, :]).to(dg.dtype), extra_mask=rows)
+        b_dbeta = b_dbeta + torch.sum(b_kz, 1)
+        hl.store(dbeta, [tile_k.begin // BK, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)
+    return dq, dk, dg, dbeta

@@ -1,0 +1,318 @@
+"""Gated linear attention: `S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T`, `o_t = scale S_t^T q_t`.
+
+A gate has a value for each channel and token.
+In a chunk of C tokens, with `gc` the log2 gates summed from the chunk's begin, `gl` their sum over the chunk, S the
+state at the chunk's begin and D the gradient of the state at its end:
+
+    qg = 2^gc q          kg = 2^(gl - gc) k          A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd),  i >= j
+    o  = scale (qg S + A v)                          S' = 2^gl S + kg^T v
+    dv = scale A^T do + kg D                         D' = 2^gl D + scale qg^T do
+    dA = scale tril(do v^T)                          dq, dk, dg: gla_bwd_qk_kernel
+
+The forward turns q, k and g into what a walk along the sequence needs and walks with the state on chip, writing no
+state.  The backward walks once each way to write S and D for every chunk; then all chunks are independent.
+"""
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+
+from ._aot import kernel
+from ._channel_gate import chunk_gate_sums, query_gradients, query_scores
+from ._checks import check_gate, check_qkv, check_scale, check_state, not_yet
+from ._host import last_contiguous, over_values, pad_to_16
+from ._tile import log2_gate
+
+
+@kernel(dot_precision="tf32x3")
+def gla_scores_kernel(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, C: hl.constexpr
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  qg = 2^gc q;  kg = 2^(gl - gc) k;  gl.
+
+    q, k, g [B,T,H,K] -> A [B,T,H,C], zero above the diagonal, qg, kg [B,T,H,K], all in q's dtype, gl fp32 [B,NT,H,K].
+    One program a head and chunk.
+    """
+    B, T, H, K = q.size()
+    K = hl.specialize(K)
+    A = torch.empty([B, T, H, C], dtype=q.dtype, device=q.device)
+    qg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    kg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    NT = (T + C - 1) // C
+    gl = torch.empty([B, NT, H, K], dtype=torch.float32, device=q.device)
+    BK = hl.register_block_size(16, K)
+    for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        i_t = tile_c.begin * C + hl.arange(C)
+        rows = (i_t < T)[:, None]
+        b_A = hl.zeros([C, C], dtype=torch.float32)
+        for tile_k in hl.tile(K, block_size=BK):
+            b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
+            gl[i_b, tile_c.begin, i_h, tile_k] = torch.sum(b_g, 0)
+            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+            b_a, b_inner, b_outer = query_scores(b_q, b_k, b_g, C)
+            b_A = b_A + b_a
+            hl.store(qg, [i_b, i_t, i_h, tile_k], (b_q.to(torch.float32) * b_inner).to(q.dtype), extra_mask=rows)
+            hl.store(kg, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_outer).to(q.dtype), extra_mask=rows)
+        idx = hl.arange(C)
+        b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
+        hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
+    return A, qg, kg, gl
+
+
+@kernel(dot_precision="tf32x3")
+def gla_fwd_o_kernel(
+    qg: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, gl: torch.Tensor, h0: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o = scale (qg S + A v);  S <- 2^gl S + kg^T v.
+
+    qg, kg [B,T,H,K], v [B,T,H,V], A [B,T,H,C], gl fp32 [B,NT,H,K], h0 [B,H,K,V] -> o [B,T,H,V] in v's dtype,
+    ht fp32 [B,H,K,V].  One program a head and V tile, the state transposed on chip, [BV, K].
+    """
+    B, T, H, K = qg.size()
+    K, V, C = hl.specialize((K, v.size(3), A.size(3)))
+    o = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    ht = torch.empty([B, H, K, V], dtype=torch.float32, device=v.device)
+    NT = (T + C - 1) // C
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_v in hl.tile([B * H, V], block_size=[1, BV]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        if h0 is None:
+            b_S = hl.zeros([tile_v, K], dtype=torch.float32)
+        else:
+            b_S = h0[i_b, i_h, :, tile_v].to(torch.float32).transpose(0, 1)
+        for i_c in hl.grid(NT):
+            i_t = i_c * C + hl.arange(C)
+            rows = (i_t < T)[:, None]
+            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows).transpose(0, 1)
+            b_q = hl.load(qg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=rows)
+            b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+            b_o = hl.dot(b_S.to(v.dtype), b_q.transpose(0, 1), out_dtype=torch.float32)
+            b_o = hl.dot(b_v, b_A.transpose(0, 1), acc=b_o) * scale
+            hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=rows)
+            b_S = b_S * torch.exp2(gl[i_b, i_c, i_h, :])[None, :]
+            b_S = hl.dot(b_v, hl.load(kg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=rows), acc=b_S)
+        ht[i_b, i_h, :, tile_v] = b_S.transpose(0, 1)
+    return o, ht
+
+
+@kernel(dot_precision="tf32x3")
+def gla_state_kernel(
+    x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, s0: torch.Tensor | None, scale: float,
+    C: hl.constexpr, backwards: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S <- 2^gl S + scale x^T y, written before each chunk, from the first chunk on or from the last one back.
+
+    x [B,T,H,K], y [B,T,H,V], gl fp32 [B,NT,H,K], s0 [B,H,K,V] -> S [B,NT,H,K,V] in y's dtype, the state after the
+    walk fp32 [B,H,K,V].  With kg, v it gives the states, backwards with qg, do their gradients D.
+    One program a head, K tile and V tile.
+    """
+    B, T, H, K = x.size()
+    K, V = hl.specialize((K, y.size(3)))
+    NT = (T + C - 1) // C
+    S = torch.empty([B, NT, H, K, V], dtype=y.dtype, device=y.device)
+    s1 = torch.empty([B, H, K, V], dtype=torch.float32, device=y.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_k, tile_v in hl.tile([B * H, K, V], block_size=[1, BK, BV]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        if s0 is None:
+            b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
+        else:
+            b_S = s0[i_b, i_h, tile_k, tile_v].to(torch.float32)
+        for i_n in hl.grid(NT):
+            i_c = NT - 1 - i_n if backwards else i_n
+            S[i_b, i_c, i_h, tile_k, tile_v] = b_S.to(S.dtype)
+            i_t = i_c * C + hl.arange(C)
+            rows = (i_t < T)[:, None]
+            b_x = hl.load(x, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+            b_y = hl.load(y, [i_b, i_t, i_h, tile_v], extra_mask=rows)
+            b_S = b_S * torch.exp2(gl[i_b, i_c, i_h, tile_k])[:, None]
+            b_S = b_S + hl.dot(b_x.transpose(0, 1), b_y, out_dtype=torch.float32) * scale
+        s1[i_b, i_h, tile_k, tile_v] = b_S
+    return S, s1
+
+
+@kernel(dot_precision="tf32x3")
+def gla_bwd_v_kernel(
+    A: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, do: torch.Tensor, D: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dA = scale do v^T (used for i >= j);  dv = scale A^T do + kg D.
+
+    A [B,T,H,C], kg [B,T,H,K], v, do [B,T,H,V], D [B,NT,H,K,V] -> dA [B,T,H,C], dv [B,T,H,V], in v's dtype.
+    One program a head and chunk.
+    """
+    B, T, H, K = kg.size()
+    K, V, C = hl.specialize((K, v.size(3), A.size(3)))
+    dA = torch.empty([B, T, H, C], dtype=v.dtype, device=v.device)
+    dv = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    NT = (T + C - 1) // C
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        i_t = tile_c.begin * C + hl.arange(C)
+        rows = (i_t < T)[:, None]
+        b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows).transpose(0, 1)
+        b_k = hl.load(kg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=rows)
+        b_dA = hl.zeros([C, C], dtype=torch.float32)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=rows)
+            b_dA = hl.dot(b_do, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows).transpose(0, 1), acc=b_dA)
+            b_dv = hl.dot(b_A, b_do, out_dtype=torch.float32) * scale
+            b_dv = hl.dot(b_k, D[i_b, tile_c.begin, i_h, :, tile_v], acc=b_dv)
+            hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=rows)
+        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], (b_dA * scale).to(dA.dtype), extra_mask=rows)
+    return dA, dv
+
+
+@kernel(dot_precision="tf32x3")
+def gla_bwd_qk_kernel(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, v: torch.Tensor, do: torch.Tensor, dA: torch.Tensor,
+    S: torch.Tensor, D: torch.Tensor, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq = 2^gc x + sum_j dA_ij 2^(gc_i - gc_j) k_j with x = scale do S^T;  dk = 2^(gl - gc) y + sum_i dA_ij .. q_i
+    with y = v D^T;  dg_t = sum_{i>=t>j} dA_ij A_ij + sum_{i>=t} q_i 2^gc_i x_i + sum_{j<t} k_j 2^(gl - gc_j) y_j
+    + 2^gl sum_V S D, every sum in each channel.
+
+    q, k, g [B,T,H,K], v, do [B,T,H,V], dA [B,T,H,C], S, D [B,NT,H,K,V] -> dq, dk in q's dtype, dg in g's.
+    One program a head, chunk and K tile.
+    """
+    B, T, H, K = q.size()
+    K, V, C = hl.specialize((K, v.size(3), dA.size(3)))
+    dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    dk = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    dg = torch.empty([B, T, H, K], dtype=g.dtype, device=q.device)
+    NT = (T + C - 1) // C
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_c, tile_k in hl.tile([B * H, NT, K], block_size=[1, 1, BK]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        i_t = tile_c.begin * C + hl.arange(C)
+        rows = (i_t < T)[:, None]
+        b_x = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_y = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_z = hl.zeros([tile_k], dtype=torch.float32)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_S = S[i_b, tile_c.begin, i_h, tile_k, tile_v]
+            b_D = D[i_b, tile_c.begin, i_h, tile_k, tile_v]
+            b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_S.transpose(0, 1), acc=b_x)
+            b_y = hl.dot(hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_D.transpose(0, 1), acc=b_y)
+            b_z = b_z + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
+        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+        b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
+        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+        b_z = b_z * torch.exp2(torch.sum(b_g, 0))
+        b_dq, b_dk, b_dg, b_inner, b_outer = query_gradients(b_q, b_k, b_g, b_dA, C)
+        b_x = b_x * b_inner * scale
+        b_y = b_y * b_outer
+        b_dg = b_dg + chunk_gate_sums(b_q.to(torch.float32) * b_x, b_k.to(torch.float32) * b_y, q.dtype, C)
+        hl.store(dq, [i_b, i_t, i_h, tile_k], (b_dq + b_x).to(dq.dtype), extra_mask=rows)
+        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_y).to(dk.dtype), extra_mask=rows)
+        hl.store(dg, [i_b, i_t, i_h, tile_k], (b_dg + b_z[None, :]).to(dg.dtype), extra_mask=rows)
+    return dq, dk, dg
+
+
+def _chunk(q: torch.Tensor) -> int:
+    """Tokens a chunk: fewer in fp32, whose tiles and products are several times as large."""
+    return 32 if q.dtype == torch.float32 else 64
+
+
+def chunk_gla_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [B,T,H,V] in v's dtype and ht fp32 [B,H,K,V]."""
+    A, qg, kg, gl = gla_scores_kernel(q, k, g, _chunk(q))
+    return gla_fwd_o_kernel(qg, kg, v, A, gl, h0, scale)
+
+
+def chunk_gla_bwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, scale: float,
+    do: torch.Tensor, dht: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv, dg in their inputs' dtypes and dh0 in fp32.  Temporaries go as early as they can."""
+    C = _chunk(q)
+    A, qg, kg, gl = gla_scores_kernel(q, k, g, C)
+    D, dh0 = gla_state_kernel(qg, do, gl, dht, scale, C, True)
+    del qg
+    dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, scale)
+    del A
+    S, _ = gla_state_kernel(kg, v, gl, h0, 1.0, C, False)
+    del kg
+    dq, dk, dg = gla_bwd_qk_kernel(q, k, g, v, do, dA, S, D, scale)
+    return dq, dk, dv, dg, dh0
+
+
+class _GLA(torch.autograd.Function):
+    """(q, k, v, g, h0 or None, scale) -> o, ht.  Saves its inputs and recomputes everything else."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, h0, scale):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, g, h0)
+        ctx.scale = scale
+        return chunk_gla_fwd(q, k, v, g, h0, scale)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dht):
+        q, k, v, g, h0 = ctx.saved_tensors
+        if do is None and dht is None:
+            return (None,) * 6
+        do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
+        dq, dk, dv, dg, dh0 = chunk_gla_bwd(q, k, v, g, h0, ctx.scale, do, last_contiguous(dht))
+        return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None
+
+
+def chunk_gla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Chunked attention with a gate for each channel and token, differentiable in q, k, v, g and initial_state.
+
+    Args:
+        q, k: queries and keys, [B, T, H, K] with K in 1..256; bf16, fp16 or fp32, any strides.
+        v: values, [B, T, H, V] in q's dtype.
+        g: natural-log decay of each token and channel, [B, T, H, K], at most 0, -inf allowed.
+        scale: factor of the output; K**-0.5 if None.
+        initial_state: S_0, [B, H, K, V]; zero if None.
+        output_final_state: whether to return S_T.
+        state_v_first, cu_seqlens, cu_seqlens_cpu: not supported yet.
+
+    Returns:
+        o, [B, T, H, V] in q's dtype, and S_T, fp32 [B, H, K, V], or None.
+
+    Raises:
+        TypeError, ValueError: an argument's type, dtype, shape or device is not as above.
+        NotImplementedError: an option that is not supported yet is set.
+
+    Paper: Gated Linear Attention Transformers with Hardware-Efficient Training, https://arxiv.org/abs/2312.06635
+    """
+    not_yet(state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    check_qkv(q, k, v)
+    check_gate(g, q.shape, q)
+    check_scale(scale)
+    check_state(initial_state, (q.size(0), q.size(2), q.size(3), v.size(3)), q)
+    scale = q.size(-1) ** -0.5 if scale is None else float(scale)
+    g = last_contiguous(pad_to_16(g))
+
+    def run(q, k, v, initial_state):
+        return _GLA.apply(q, k, v, g, initial_state, scale)
+
+    o, final_state = over_values(run, q, k, v, initial_state)
+    return o, final_state if output_final_state else None
