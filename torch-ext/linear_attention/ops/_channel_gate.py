@@ -134,20 +134,20 @@ def query_key_scores(b_q, b_k, b_g, C):
 
 
 def mirrored(b_x, C):
-    """The strict lower triangle of a [C, C] tile and its mirror image, fp32."""
+    """The lower triangle of a [C, C] tile, and above the diagonal its mirror image."""
     idx = hl.arange(C)
-    b_x = b_x.to(torch.float32)
-    return torch.where(idx[:, None] > idx[None, :], b_x, b_x.transpose(0, 1))
+    return torch.where(idx[:, None] >= idx[None, :], b_x, b_x.transpose(0, 1))
 
 
-def query_gradients(b_q, b_k, b_g, b_dA, C):
+def query_gradients(b_q, b_k, b_g, dA, i_b, i_h, i_t, rows, C):
     """The parts of dq, dk and dg that come from A in the chunk; and the chunk's inner and outer.
 
-    q, k and log2 gates [C, BK], dA [C, C] (the upper triangle is not used) -> fp32 [C, BK] five times.
-    With dA made symmetric one product a level gives dq in the upper rows and dk in the lower ones.
+    q, k and log2 gates [C, BK]; dA [B,T,H,C], mirrored, of which each level loads its own pairs.
+    -> fp32 [C, BK] five times.  One product a level gives dq in the upper rows and dk in the lower ones.
     """
-    b_d = torch.sum(torch.where(diagonal(C), b_dA.to(torch.float32), 0.0), 1)[:, None]
-    b_dA = mirrored(b_dA, C).to(b_q.dtype)
+    idx = hl.arange(C)
+    b_d = hl.load(dA, [i_b, i_t, i_h, idx], extra_mask=rows[:, None])
+    b_d = torch.sum(torch.where(diagonal(C), b_d.to(torch.float32), 0.0), 1)[:, None]
     b_dq = b_d * b_k.to(torch.float32)
     b_dk = b_d * b_q.to(torch.float32)
     b_dg = b_g * 0.0
@@ -156,7 +156,7 @@ def query_gradients(b_q, b_k, b_g, b_dA, C):
         upper = upper_half(level, C)
         b_f = torch.where(upper, b_inner, b_outer)
         b_x = torch.where(upper, b_q, b_k).to(torch.float32)
-        b_p = torch.where(level_pairs(level, C), b_dA, 0.0)
+        b_p = hl.load(dA, [i_b, i_t, i_h, idx], extra_mask=rows[:, None] & level_pairs(level, C))
         b_y = hl.dot(b_p, (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
         b_dq = b_dq + torch.where(upper, b_y, 0.0)
         b_dk = b_dk + torch.where(upper, 0.0, b_y)
@@ -165,36 +165,34 @@ def query_gradients(b_q, b_k, b_g, b_dA, C):
     return b_dq, b_dk, b_dg, b_inner, b_outer
 
 
-def query_key_gradients(b_q, b_k, b_g, b_beta, b_dA, b_dL, C):
-    """query_gradients and what comes from beta_i L_ij: dL is the gradient of it, over beta_i.
+def query_key_gradients(b_q, b_k, b_g, b_beta, dA, dL, i_b, i_h, i_t, rows, C):
+    """query_gradients and what comes from beta_i L_ij, whose gradient over beta_i is dL.
 
-    q, k and log2 gates [C, BK], beta fp32 [C, 1], dA, dL [C, C] (the upper triangles are not used)
-    -> dq, dk, dg fp32 [C, BK], dbeta fp32 [C], inner, outer fp32 [C, BK].
-    A mirrored dL meets k in the lower rows, which gives the upper rows their part of dk without beta, and beta k in the
-    upper rows.
+    As there, and beta fp32 [C, 1]; dL [B,T,H,C], mirrored -> fp32 [C, BK] six times: the third is
+    sum_j dL_ij decay_ij k_j, which times beta is a part of dk_i and times k_i, summed, one of dbeta_i.
+    dL meets k in the lower rows and beta k in the upper ones.
     """
-    b_d = torch.sum(torch.where(diagonal(C), b_dA.to(torch.float32), 0.0), 1)[:, None]
-    b_dA = mirrored(b_dA, C).to(b_q.dtype)
-    b_dL = mirrored(b_dL, C).to(b_q.dtype)
+    idx = hl.arange(C)
+    b_d = hl.load(dA, [i_b, i_t, i_h, idx], extra_mask=rows[:, None])
+    b_d = torch.sum(torch.where(diagonal(C), b_d.to(torch.float32), 0.0), 1)[:, None]
     b_dq = b_d * b_k.to(torch.float32)
     b_dk = b_d * b_q.to(torch.float32)
+    b_dw = b_g * 0.0
     b_dg = b_g * 0.0
-    b_dbeta = torch.sum(b_dg, 1)
     b_inner, b_outer = first_level(b_g)
     for level in range(C.bit_length() - 1):
         upper = upper_half(level, C)
-        pairs = level_pairs(level, C)
+        pairs = rows[:, None] & level_pairs(level, C)
         b_f = torch.where(upper, b_inner, b_outer)
-        b_b = torch.where(upper, b_beta, 1.0)
         b_x = torch.where(upper, b_q, b_k).to(torch.float32)
-        b_y = (b_x * b_f).to(b_q.dtype)
-        b_y = hl.dot(torch.where(pairs, b_dA, 0.0), b_y, out_dtype=torch.float32) * b_f
-        b_z = (b_k.to(torch.float32) * b_b * b_f).to(b_k.dtype)
-        b_z = hl.dot(torch.where(pairs, b_dL, 0.0), b_z, out_dtype=torch.float32) * b_f
-        b_w = b_k.to(torch.float32) * b_z
-        b_dbeta = b_dbeta + torch.sum(torch.where(upper, b_w, 0.0), 1)
+        b_p = hl.load(dA, [i_b, i_t, i_h, idx], extra_mask=pairs)
+        b_y = hl.dot(b_p, (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
+        b_b = torch.where(upper, b_beta, 1.0)
+        b_p = hl.load(dL, [i_b, i_t, i_h, idx], extra_mask=pairs)
+        b_z = hl.dot(b_p, (b_k.to(torch.float32) * b_b * b_f).to(b_k.dtype), out_dtype=torch.float32) * b_f
         b_dq = b_dq + torch.where(upper, b_y, 0.0)
-        b_dk = b_dk + torch.where(upper, 0.0, b_y) + b_z * b_b
-        b_dg = b_dg + level_gate_sums(b_x * b_y + b_w * b_b, level, b_q.dtype, C)
+        b_dk = b_dk + torch.where(upper, 0.0, b_y + b_z)
+        b_dw = b_dw + torch.where(upper, b_z, 0.0)
+        b_dg = b_dg + level_gate_sums(b_x * b_y + b_k.to(torch.float32) * b_z * b_b, level, b_q.dtype, C)
         b_inner, b_outer = next_level(b_inner, b_outer, level, C)
-    return b_dq, b_dk, b_dg, b_dbeta, b_inner, b_outer
+    return b_dq, b_dk, b_dw, b_dg, b_inner, b_outer

@@ -12,7 +12,7 @@ import helion.language as hl
 import torch
 
 from ._aot import kernel
-from ._channel_gate import chunk_gate_sums, query_key_gradients, query_key_scores
+from ._channel_gate import chunk_gate_sums, mirrored, query_key_gradients, query_key_scores
 from ._tile import log2_gate, unit_lower_inverse
 
 
@@ -21,16 +21,17 @@ def kda_scores_kernel(
     q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, C: hl.constexpr
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j;
-    X = (I + L)^-1;  qg = 2^gc q;  kb = 2^gc k;  kg = 2^(gl - gc) k;  gl.
+    qg = 2^gc q;  kb = 2^gc k;  kg = 2^(gl - gc) k;  gl.
 
-    q, k, g [B,T,H,K], beta [B,T,H] -> A, X [B,T,H,C], qg, kb, kg [B,T,H,K], all in q's dtype, gl fp32 [B,NT,H,K].
+    q, k, g [B,T,H,K], beta [B,T,H] -> A [B,T,H,C], zero above the diagonal, L fp32 [B,T,H,C], zero on and above it,
+    qg, kb, kg [B,T,H,K] in q's dtype, gl fp32 [B,NT,H,K].
     One program a head and chunk.
     """
     B, T, H, K = q.size()
     K = hl.specialize(K)
     NT = (T + C - 1) // C
     A = torch.empty([B, T, H, C], dtype=q.dtype, device=q.device)
-    X = torch.empty([B, T, H, C], dtype=q.dtype, device=q.device)
+    L = torch.empty([B, T, H, C], dtype=torch.float32, device=q.device)
     qg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     kb = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     kg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
@@ -59,22 +60,23 @@ def kda_scores_kernel(
         hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
         b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)
         b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
-        hl.store(X, [i_b, i_t, i_h, idx], unit_lower_inverse(b_L, C).to(X.dtype), extra_mask=rows)
-    return A, X, qg, kb, kg, gl
+        hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=rows)
+    return A, L, qg, kb, kg, gl
 
 
 @kernel(dot_precision="tf32x3")
-def kda_wu_kernel(
-    X: torch.Tensor, kb: torch.Tensor, v: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[w, u] = X beta [kb, v].
+def kda_solve_kernel(
+    L: torch.Tensor, kb: torch.Tensor, v: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """X = (I + L)^-1;  [w, u] = X beta [kb, v].
 
-    X [B,T,H,C], kb [B,T,H,K], v [B,T,H,V], beta [B,T,H] -> w [B,T,H,K], u [B,T,H,V], in v's dtype.
+    L fp32 [B,T,H,C], kb [B,T,H,K], v [B,T,H,V], beta [B,T,H] -> X [B,T,H,C], w [B,T,H,K], u [B,T,H,V], in v's dtype.
     One program a head and chunk.
     """
     B, T, H, K = kb.size()
-    K, V, C = hl.specialize((K, v.size(3), X.size(3)))
+    K, V, C = hl.specialize((K, v.size(3), L.size(3)))
     NT = (T + C - 1) // C
+    X = torch.empty([B, T, H, C], dtype=v.dtype, device=v.device)
     w = torch.empty([B, T, H, K], dtype=v.dtype, device=v.device)
     u = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
     BK = hl.register_block_size(16, K)
@@ -84,7 +86,8 @@ def kda_wu_kernel(
         i_h = tile_bh.begin % H
         i_t = tile_c.begin * C + hl.arange(C)
         rows = (i_t < T)[:, None]
-        b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+        b_X = unit_lower_inverse(hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows), C).to(v.dtype)
+        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], b_X, extra_mask=rows)
         b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)[:, None]
         for tile_k in hl.tile(K, block_size=BK):
             b_k = hl.load(kb, [i_b, i_t, i_h, tile_k], extra_mask=rows)
@@ -94,7 +97,7 @@ def kda_wu_kernel(
             b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows)
             b_u = hl.dot(b_X, (b_v.to(torch.float32) * b_beta).to(v.dtype), out_dtype=torch.float32)
             hl.store(u, [i_b, i_t, i_h, tile_v], b_u.to(u.dtype), extra_mask=rows)
-    return w, u
+    return X, w, u
 
 
 @kernel(dot_precision="tf32x3")
@@ -102,7 +105,8 @@ def kda_bwd_v_kernel(
     X: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, n: torch.Tensor, do: torch.Tensor, dn: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """r = X^T dn;  dv = beta r;  dA = scale do n^T, used for i >= j;  dL = -r n^T, used for i > j;  dbeta = sum_V r v.
+    """r = X^T dn;  dv = beta r;  dA = scale do n^T and dL = -r n^T for i >= j, mirrored above;
+    dbeta = sum_V r v.
 
     X [B,T,H,C], v, n, do, dn [B,T,H,V], beta [B,T,H] -> r, dv [B,T,H,V], dA, dL [B,T,H,C], in v's dtype, the V part of
     dbeta fp32 [B,T,H].  One program a head and chunk.
@@ -135,8 +139,8 @@ def kda_bwd_v_kernel(
             b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows).to(torch.float32)
             b_dbeta = b_dbeta + torch.sum(b_r * b_v, 1)
             b_dL = hl.dot(b_r.to(v.dtype), b_n, acc=b_dL)
-        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], (b_dA * scale).to(dA.dtype), extra_mask=rows)
-        hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], (-b_dL).to(dL.dtype), extra_mask=rows)
+        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], mirrored(b_dA * scale, C).to(dA.dtype), extra_mask=rows)
+        hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], mirrored(-b_dL, C).to(dL.dtype), extra_mask=rows)
         hl.store(dbeta, [i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)
     return r, dv, dA, dL, dbeta
 
@@ -172,6 +176,12 @@ def kda_bwd_qk_kernel(
         i_h = tile_bh.begin % H
         i_t = tile_c.begin * C + hl.arange(C)
         rows = (i_t < T)[:, None]
+        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+        b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
+        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)[:, None]
+        b_dq, b_dk, b_dw, b_dg, b_inner, b_outer = query_key_gradients(
+            b_q, b_k, b_g, b_beta, dA, dL, i_b, i_h, i_t, i_t < T, C)
         b_x = hl.zeros([C, tile_k], dtype=torch.float32)
         b_y = hl.zeros([C, tile_k], dtype=torch.float32)
         b_z = hl.zeros([C, tile_k], dtype=torch.float32)
@@ -183,23 +193,16 @@ def kda_bwd_qk_kernel(
             b_y = hl.dot(hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_D.transpose(0, 1), acc=b_y)
             b_z = hl.dot(hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_S.transpose(0, 1), acc=b_z)
             b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
-        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-        b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
-        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)[:, None]
-        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-        b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
         b_SD = b_SD * torch.exp2(torch.sum(b_g, 0))
-        b_dq, b_dk, b_dg, b_dbeta, b_inner, b_outer = query_key_gradients(b_q, b_k, b_g, b_beta, b_dA, b_dL, C)
         b_x = b_x * b_inner * scale
         b_y = b_y * b_outer
         b_z = -b_z * b_inner
-        b_kz = b_k.to(torch.float32) * b_z
-        b_rows = b_q.to(torch.float32) * b_x + b_kz * b_beta
+        b_rows = b_q.to(torch.float32) * b_x + b_k.to(torch.float32) * b_z * b_beta
         b_dg = b_dg + chunk_gate_sums(b_rows, b_k.to(torch.float32) * b_y, q.dtype, C)
+        b_dw = b_dw + b_z
         hl.store(dq, [i_b, i_t, i_h, tile_k], (b_dq + b_x).to(dq.dtype), extra_mask=rows)
-        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_y + b_z * b_beta).to(dk.dtype), extra_mask=rows)
+        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_y + b_dw * b_beta).to(dk.dtype), extra_mask=rows)
         hl.store(dg, [i_b, i_t, i_h, tile_k], (b_dg + b_SD[None, :]).to(dg.dtype), extra_mask=rows)
-        b_dbeta = b_dbeta + torch.sum(b_kz, 1)
+        b_dbeta = torch.sum(b_k.to(torch.float32) * b_dw, 1)
         hl.store(dbeta, [tile_k.begin // BK, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)
     return dq, dk, dg, dbeta

@@ -18,7 +18,7 @@ import helion.language as hl
 import torch
 
 from ._aot import kernel
-from ._channel_gate import chunk_gate_sums, query_gradients, query_scores
+from ._channel_gate import chunk_gate_sums, mirrored, query_gradients, query_scores
 from ._checks import check_gate, check_qkv, check_scale, check_state, not_yet
 from ._host import last_contiguous, over_values, pad_to_16
 from ._tile import log2_gate
@@ -142,7 +142,7 @@ def gla_state_kernel(
 def gla_bwd_v_kernel(
     A: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, do: torch.Tensor, D: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dA = scale do v^T (used for i >= j);  dv = scale A^T do + kg D.
+    """dA = scale do v^T for i >= j, mirrored above;  dv = scale A^T do + kg D.
 
     A [B,T,H,C], kg [B,T,H,K], v, do [B,T,H,V], D [B,NT,H,K,V] -> dA [B,T,H,C], dv [B,T,H,V], in v's dtype.
     One program a head and chunk.
@@ -167,7 +167,7 @@ def gla_bwd_v_kernel(
             b_dv = hl.dot(b_A, b_do, out_dtype=torch.float32) * scale
             b_dv = hl.dot(b_k, D[i_b, tile_c.begin, i_h, :, tile_v], acc=b_dv)
             hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=rows)
-        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], (b_dA * scale).to(dA.dtype), extra_mask=rows)
+        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], mirrored(b_dA * scale, C).to(dA.dtype), extra_mask=rows)
     return dA, dv
 
 
@@ -196,6 +196,10 @@ def gla_bwd_qk_kernel(
         i_h = tile_bh.begin % H
         i_t = tile_c.begin * C + hl.arange(C)
         rows = (i_t < T)[:, None]
+        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+        b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
+        b_dq, b_dk, b_dg, b_inner, b_outer = query_gradients(b_q, b_k, b_g, dA, i_b, i_h, i_t, i_t < T, C)
         b_x = hl.zeros([C, tile_k], dtype=torch.float32)
         b_y = hl.zeros([C, tile_k], dtype=torch.float32)
         b_z = hl.zeros([tile_k], dtype=torch.float32)
@@ -205,12 +209,7 @@ def gla_bwd_qk_kernel(
             b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_S.transpose(0, 1), acc=b_x)
             b_y = hl.dot(hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_D.transpose(0, 1), acc=b_y)
             b_z = b_z + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
-        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-        b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
-        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
         b_z = b_z * torch.exp2(torch.sum(b_g, 0))
-        b_dq, b_dk, b_dg, b_inner, b_outer = query_gradients(b_q, b_k, b_g, b_dA, C)
         b_x = b_x * b_inner * scale
         b_y = b_y * b_outer
         b_dg = b_dg + chunk_gate_sums(b_q.to(torch.float32) * b_x, b_k.to(torch.float32) * b_y, q.dtype, C)

@@ -1,8 +1,9 @@
 """Kimi delta attention: `S' = diag(e^{g_t}) S_{t-1}`, `S_t = S' + beta_t k_t (v_t - S'^T k_t)^T`.
 
-The output is `o_t = scale S_t^T q_t`; a gate has a value for each channel and token.  The chunk equations are in `_kda_kernels.py` and `_delta.py`.  The forward turns q, k, v, g and beta into what a walk
-along the sequence needs and walks with the state on chip, writing no state.  The backward walks once each way, to write
-S, n and D, dn for every chunk; then all chunks are independent.
+The output is `o_t = scale S_t^T q_t`; a gate has a value for each channel and token.  The chunk equations
+are in `_kda_kernels.py` and `_delta.py`.  The forward turns q, k, v, g and beta into what a walk along the sequence
+needs and walks with the state on chip, writing no state.  The backward walks once each way, to write S, n and D, dn for
+every chunk; then all chunks are independent.
 """
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from ._checks import check_beta, check_chunk_size, check_gate, check_qkv, check_scale, check_state, not_yet
 from ._delta import delta_bwd_state_kernel, delta_fwd_o_kernel, delta_fwd_state_kernel
 from ._host import last_contiguous, over_values, pad_to_16
-from ._kda_kernels import kda_bwd_qk_kernel, kda_bwd_v_kernel, kda_scores_kernel, kda_wu_kernel
+from ._kda_kernels import kda_bwd_qk_kernel, kda_bwd_v_kernel, kda_scores_kernel, kda_solve_kernel
 from ._l2norm import l2norm
 
 
@@ -25,9 +26,9 @@ def chunk_kda_fwd(
     h0: torch.Tensor | None, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B,T,H,V] in v's dtype and ht fp32 [B,H,K,V]."""
-    A, X, qg, kb, kg, gl = kda_scores_kernel(q, k, g, beta, _chunk(q))
-    w, u = kda_wu_kernel(X, kb, v, beta)
-    del X, kb
+    A, L, qg, kb, kg, gl = kda_scores_kernel(q, k, g, beta, _chunk(q))
+    _, w, u = kda_solve_kernel(L, kb, v, beta)
+    del L, kb
     return delta_fwd_o_kernel(qg, kg, w, u, A, gl, h0, scale)
 
 
@@ -36,9 +37,9 @@ def chunk_kda_bwd(
     h0: torch.Tensor | None, scale: float, do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg, dbeta in their inputs' dtypes and dh0 in fp32.  Temporaries go as early as they can."""
-    A, X, qg, kb, kg, gl = kda_scores_kernel(q, k, g, beta, _chunk(q))
-    w, u = kda_wu_kernel(X, kb, v, beta)
-    del kb
+    A, L, qg, kb, kg, gl = kda_scores_kernel(q, k, g, beta, _chunk(q))
+    X, w, u = kda_solve_kernel(L, kb, v, beta)
+    del L, kb
     S, n = delta_fwd_state_kernel(kg, w, u, gl, h0, _chunk(q))
     del u
     D, dn, dh0 = delta_bwd_state_kernel(qg, kg, w, A, do, gl, dht, scale)
