@@ -93,7 +93,7 @@ class Kernel:
         self.fn = fn
         self.name = fn.__name__
         self._settings = {"static_shapes": False, **settings}
-        self._by_class: dict[object, object] = {}
+        self._fixed: dict[object, object] = {}
         self._runs: dict[tuple, Callable] = {}
         functools.update_wrapper(self, fn)
 
@@ -136,18 +136,22 @@ class Kernel:
             if len(self._runs) >= _KEPT:
                 self._runs.clear()
             if torch.cuda.device_count() == 1:
-                return self._compile(args, device)
+                return self.compiled(args, self.config(*args))
             with torch.cuda.device(device):
-                return functools.partial(_on_device, device, self._compile(args, device))
+                return functools.partial(_on_device, device, self.compiled(args, self.config(*args)))
 
-    def _compile(self, args: tuple, device: torch.device) -> Callable:
+    def compiled(self, args: tuple, config: dict[str, object]) -> Callable:
+        """The callable for arguments of the class of `args` with a config; positional arguments, current device."""
+        # Helion decides on 64-bit offsets by element counts, which miss strides and outputs
         wide = _reach(args) > _INT32_MAX
-        # Helion 1.4 compiles a size of 1 in without keying on it, so every pattern of sizes 0 and 1 has its own object
-        size_class = wide, tuple(tuple(min(n, 2) for n in x.shape) for x in args if isinstance(x, torch.Tensor))
-        if size_class not in self._by_class:
+        # Helion 1.4 may compile sizes and strides of 0 and 1 in without keying on them: one object for each pattern
+        pattern = [tuple(min(n, 2) for n in (*x.shape, *x.stride())) for x in args if isinstance(x, torch.Tensor)]
+        key = wide, tuple(pattern), repr(sorted(config.items()))
+        if key not in self._fixed:
+            # told its config, Helion drops the guards that only other configs need, on the exact size of B and H say
             index = {"index_dtype": torch.int64} if wide else {}
-            self._by_class[size_class] = helion.kernel(self.fn, **index, **self._settings)
-        return self._by_class[size_class].bind(args).compile_config(self.config(*args))
+            self._fixed[key] = helion.kernel(self.fn, config=config, **index, **self._settings)
+        return self._fixed[key].bind(args).compile_config(config)
 
     def config(self, *args: object) -> dict[str, object]:
         """The config that a call with these CUDA tensors runs with."""

@@ -1,0 +1,140 @@
+"""The operators at given shapes: inputs, a forward and backward, and the kernel calls that these make."""
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if str(ROOT / "torch-ext") not in sys.path:
+    sys.path.insert(0, str(ROOT / "torch-ext"))
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+OPERATORS = ("linear_attn", "retention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda")
+L2NORM = ("delta_rule", "gated_delta_rule", "kda")  # the operators that take use_qk_l2norm_in_kernel
+
+
+def shapes(names: list[str] | None = None) -> dict[str, dict[str, int]]:
+    """Sizes B, T, H, K, V by name, from configs/shapes.json."""
+    known = {x.pop("name"): x for x in json.loads((ROOT / "configs" / "shapes.json").read_text())}
+    return {name: known[name] for name in names or known}
+
+
+def inputs(
+    operator: str, B: int, T: int, H: int, K: int, V: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu",
+    state: bool = False, l2norm: bool = False,
+) -> dict[str, object]:
+    """Keyword arguments of an operator; tensors ask for gradients.
+
+    k of unit length, g = logsigmoid of normal numbers in fp32 (not below -5 for a gate a channel), beta a sigmoid.
+    """
+    q, k = torch.randn(2, B, T, H, K, device=device).unbind()
+    tensors = {
+        "q": q.to(dtype),
+        "k": torch.nn.functional.normalize(k, dim=-1).to(dtype),
+        "v": torch.randn(B, T, H, V, device=device).to(dtype),
+    }
+    if operator in ("simple_gla", "gated_delta_rule"):
+        tensors["g"] = torch.nn.functional.logsigmoid(torch.randn(B, T, H, device=device))
+    if operator in ("gla", "kda"):
+        tensors["g"] = torch.nn.functional.logsigmoid(torch.randn(B, T, H, K, device=device)).clamp(min=-5)
+    if operator in L2NORM:
+        tensors["beta"] = torch.randn(B, T, H, device=device).sigmoid().to(dtype)
+    if state:
+        tensors["initial_state"] = torch.randn(B, H, K, V, device=device)
+    options = {"use_qk_l2norm_in_kernel": True} if l2norm else {}
+    if operator == "linear_attn":
+        options["normalize"] = False
+    return {**{name: x.detach().requires_grad_() for name, x in tensors.items()}, **options}
+
+
+def run(operator: str, arguments: dict[str, object], backward: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Forward, and backward from gradients of ones on o and, where an initial state is given, on the final state."""
+    import linear_attention
+
+    state = "initial_state" in arguments
+    o, final_state = getattr(linear_attention, f"chunk_{operator}")(**arguments, output_final_state=state)
+    if backward:
+        outputs = [o, final_state] if state else [o]
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    return o, final_state
+
+
+@contextlib.contextmanager
+def replaced(call: Callable) -> Iterator[None]:
+    """Every kernel call inside becomes `call(kernel, args)`."""
+    from linear_attention.ops._aot import Kernel
+
+    plain = Kernel.__call__
+    Kernel.__call__ = lambda self, *args: call(self, args)
+    try:
+        yield
+    finally:
+        Kernel.__call__ = plain
+
+
+def recorded(operator: str, arguments: dict[str, object]) -> list[tuple[object, tuple]]:
+    """(kernel, arguments) of every kernel call of a forward and backward, on whatever device the inputs are."""
+    from linear_attention.ops._aot import Kernel
+
+    plain, calls = Kernel.__call__, []
+
+    def call(kernel: object, args: tuple) -> object:
+        calls.append((kernel, args))
+        return plain(kernel, *args)
+
+    with replaced(call):
+        run(operator, arguments)
+    return calls
+
+
+def recorded_offline(operator: str, sizes: dict[str, int], **options: object) -> list[tuple[object, tuple]]:
+    """As `recorded`, with fake CUDA tensors on a machine without a GPU; `offline_compile.pretend` comes first.
+
+    The operator runs on fake CPU tensors, since autograd asks for a driver when tensors are CUDA's; each kernel call
+    is made with fake CUDA tensors of the same layout, by Helion's host code with launches left out.
+    """
+    import offline_compile
+
+    def fake(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+    calls = []
+
+    def call(kernel: object, args: tuple) -> object:
+        with torch.no_grad():
+            args = tree_map_only(torch.Tensor, fake("cuda"), args)
+            calls.append((kernel, args))
+            return tree_map_only(torch.Tensor, fake("cpu"), kernel.compiled(args, small_config(kernel, args))(*args))
+
+    with offline_compile.not_launching(), replaced(call):
+        run(operator, inputs(operator, **sizes, **options))
+    return calls
+
+
+_blocks: dict[str, int] = {}
+
+
+def small_config(kernel: object, args: tuple) -> dict[str, object]:
+    """Tiles of 16, four warps, no pipelining: what fits everywhere."""
+    if kernel.name not in _blocks:
+        _blocks[kernel.name] = len(kernel.helion.bind(args).config_spec.default_config().config.get("block_sizes", []))
+    blocks = {"block_sizes": [16] * _blocks[kernel.name]} if _blocks[kernel.name] else {}
+    return {**blocks, "indexing": "pointer", "num_stages": 1, "num_warps": 4}
+
+
+def describe(args: tuple) -> list[object]:
+    """Arguments in JSON, as `offline_compile.fake` reads them: "bf16[2,64]", "f32[4,64]@64,1" (strides), numbers, None."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+
+    def text(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        shape = f"{names[x.dtype]}[{','.join(map(str, x.shape))}]"
+        return shape if x.is_contiguous() else f"{shape}@{','.join(map(str, x.stride()))}"
+
+    return [text(x) for x in args]
