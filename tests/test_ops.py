@@ -15,6 +15,14 @@ from numerics import UNIT, assert_within, poisoned, run, run_eager, run_exact
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.fixture(autouse=True)
+def _memory():
+    """Give GPU memory back after each test: several processes share the card."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def operator(package, op, **options):
     """The operator, with the options that its recurrence has no use for."""
     if op == "linear_attn":
@@ -22,8 +30,8 @@ def operator(package, op, **options):
     return functools.partial(getattr(package, f"chunk_{op}"), **options)
 
 
-def check(case, package, reference, device):
-    inputs, do, dht = make(case, device)
+def check(case, inputs, do, dht, package, reference):
+    """Results, shapes and dtypes, and that inputs are only read; outputs are allocated full of NaN."""
     options = {"output_final_state": case.ht} | ({"chunk_size": case.chunk_size} if case.chunk_size else {})
     before = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
     with poisoned():
@@ -40,13 +48,32 @@ def check(case, package, reference, device):
 
 @pytest.mark.parametrize("case", INTERPRETER, ids=str)
 def test_in_the_interpreter(case, package, reference):
-    check(case, package, reference, "cpu")
+    check(case, *make(case), package, reference)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU, ids=str)
 def test_on_the_gpu(case, package, reference):
-    check(case, package, reference, "cuda")
+    check(case, *make(case, "cuda"), package, reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPERATORS)
+def test_offsets_past_2_to_the_31(op, package, reference):
+    """Rows that are further apart in memory than 32-bit offsets reach."""
+    case = Case(op, B=2)
+    inputs, do, dht = make(case, "cuda")
+    memory = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
+    begin = 0
+
+    def far(x):
+        nonlocal begin
+        place = memory.as_strided(x.shape, (2**31, *x.stride()[1:]), begin)
+        begin += x[0].numel()
+        return place.copy_(x)
+
+    inputs |= {name: far(inputs[name]) for name in ("q", "k", "v")}
+    check(case, inputs, far(do), dht, package, reference)
 
 
 def heads(x, rows, columns, per_head=False):
@@ -104,6 +131,23 @@ def test_inference_has_the_bits_of_training(op, device, package):
     with torch.no_grad():
         o, ht = fn(**inputs)
     assert torch.equal(o, trained["o"]) and torch.equal(ht, trained["ht"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPERATORS)
+def test_cuda_graph(op, package):
+    """Forward and backward can be captured, and a replay reads what its inputs hold by then."""
+    inputs, do, dht = make(Case(op, B=2, T=150), "cuda")
+    fn = operator(package, op, output_final_state=True)
+    run(fn, inputs, do, dht)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(fn, inputs, do, dht)
+    for x in (*inputs.values(), do):
+        x.copy_(x.flip(0))
+    graph.replay()
+    for name, x in run(fn, inputs, do, dht).items():
+        assert torch.equal(x, captured[name]), name
 
 
 @pytest.mark.parametrize("device", DEVICES)
