@@ -2,8 +2,8 @@
 
 `forward` and `backward` run one of the seven operators in chunks of 64 tokens.  By default they round as the kernels
 do: fp32 sums, gates, states and triangular inverse; operands of matrix products and stored activations rounded to q's
-dtype.  With exact=True the same formulas run in fp64 and round nothing, for shapes that are too long for the token
-loop of reference.py (test_reference.py holds the two against each other).
+dtype.  With exact=True the same formulas run in fp64 and round nothing: test_reference.py holds them against the token
+loop of reference.py, and from them comes the size of the terms that add up to a gate's gradient.
 
 In a chunk, gc is the running sum of log2 gates and gl its last value; S is the state at the chunk's begin, D the
 gradient of the state at its end.  Tokens are rows, and P(a, b)_ij = sum_d a_id b_jd 2^(gc_id - gc_jd) for i >= j.

@@ -6,9 +6,11 @@ import contextlib
 
 import eager
 import torch
+from torch.utils.checkpoint import checkpoint
 
 UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-20}
 LEAVES = ("q", "k", "v", "g", "beta", "initial_state")
+SEGMENT = 256  # tokens
 
 
 @contextlib.contextmanager
@@ -47,10 +49,30 @@ def run_eager(op, inputs, do, dht, exact=False) -> dict[str, torch.Tensor]:
     return {"o": o, "ht": ht, **{f"d{name}": dx for name, dx in eager.backward(saved, do, dht).items()}}
 
 
+def in_segments(recurrence):
+    """The recurrence over all tokens, of which the backward keeps only the states between segments."""
+
+    def run_segments(initial_state=None, **arguments):
+        names = [name for name, x in arguments.items() if isinstance(x, torch.Tensor) and name != "g_gamma"]
+        constant = {name: x for name, x in arguments.items() if name not in names}
+
+        def segment(state, *tokens):
+            return recurrence(**dict(zip(names, tokens)), initial_state=state, **constant)
+
+        state, outputs = initial_state, []
+        for tokens in zip(*(arguments[name].split(SEGMENT, dim=1) for name in names)):
+            o, state = checkpoint(segment, state, *tokens, use_reentrant=False, preserve_rng_state=False)
+            outputs.append(o)
+        return torch.cat(outputs, dim=1), state
+
+    return run_segments
+
+
 def run_exact(reference, op, inputs, do, dht, wanted=LEAVES) -> dict[str, torch.Tensor]:
     """The token recurrence's results in fp64, its gradients too."""
     inputs = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-    return run(getattr(reference, op), inputs, do, dht, wanted)
+    recurrence = getattr(reference, op)
+    return run(in_segments(recurrence) if inputs["q"].size(1) > SEGMENT else recurrence, inputs, do, dht, wanted)
 
 
 def assert_within(case, got, rounded, exact, unit, dg_terms=None):

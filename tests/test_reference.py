@@ -102,7 +102,7 @@ CHUNKED = [c for c in INTERPRETER if c.dtype == "bf16" and c.layout == "dense" a
 
 @pytest.mark.parametrize("case", CHUNKED, ids=str)
 def test_exact_chunked_form(reference, case):
-    """In fp64 the chunked form is the token loop, gradients and all: it stands in for it at production shapes."""
+    """In fp64 the chunked form is the token loop, gradients and all."""
     inputs, do, dht = make(case)
     expected = run_exact(reference, case.op, inputs, do, dht)
     got = run_eager(case.op, inputs, do, dht, exact=True)
