@@ -38,6 +38,7 @@ import tempfile
 import time
 import traceback
 import types
+from collections.abc import Callable
 
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
@@ -292,6 +293,26 @@ def not_launching():
         triton.runtime.jit.JITFunction.run = run
 
 
+def report(
+    compiled: Callable[[], Callable], args: tuple[object, ...], config: dict[str, object],
+    dump: pathlib.Path | None = None,
+) -> Report:
+    """Compile every launch that `compiled()`, Helion's host code for `config`, makes with fake `args`."""
+    start, found = time.perf_counter(), Report(config, _device.name, False, 0.0, [])
+    try:
+        with recording(dump) as found.launches:
+            compiled()(*args)
+        unlaunchable = [k.name for k in found.launches if not k.blocks_per_sm]
+        found.ok = not unlaunchable
+        found.error = f"too many registers, shared or tensor memory: {unlaunchable}" if unlaunchable else ""
+    except Exception as error:
+        found.error = f"{type(error).__name__}: {error}"[-4000:]
+        if dump is not None:
+            (dump / "error.txt").write_text(traceback.format_exc())
+    found.seconds = round(time.perf_counter() - start, 2)
+    return found
+
+
 class Job:
     """A Helion kernel bound to example arguments (see `fake`) on the pretended device."""
 
@@ -320,24 +341,12 @@ class Job:
 
     def compile(self, config: object = None, dump: pathlib.Path | None = None) -> Report:
         """Generate, launch on fake tensors, compile each launch.  An LLVM abort ends the process."""
-        start, config = time.perf_counter(), self.config(config)
-        report = Report(dict(config.config), _device.name, False, 0.0, [])
-        try:
-            if dump is not None:
-                dump.mkdir(parents=True, exist_ok=True)
-                (dump / "triton_source.py").write_text(self.source(config))
-            with recording(dump) as report.launches:
-                host = self.bound.compile_config(config, allow_print=False)
-                host(*self.args)
-            unlaunchable = [k.name for k in report.launches if not k.blocks_per_sm]
-            report.ok = not unlaunchable
-            report.error = f"too many registers, shared or tensor memory: {unlaunchable}" if unlaunchable else ""
-        except Exception as error:
-            report.error = f"{type(error).__name__}: {error}"[-4000:]
-            if dump is not None:
-                (dump / "error.txt").write_text(traceback.format_exc())
-        report.seconds = round(time.perf_counter() - start, 2)
-        return report
+        config = self.config(config)
+        if dump is not None:
+            dump.mkdir(parents=True, exist_ok=True)
+            (dump / "triton_source.py").write_text(self.source(config))
+        return report(
+            lambda: self.bound.compile_config(config, allow_print=False), self.args, dict(config.config), dump)
 
     def screen(self, configs: list[object], jobs: int = 2, timeout: float = 300.0,
                dump: pathlib.Path | None = None):

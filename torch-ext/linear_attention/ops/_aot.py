@@ -148,9 +148,11 @@ class Kernel:
         pattern = [tuple(min(n, 2) for n in (*x.shape, *x.stride())) for x in args if isinstance(x, torch.Tensor)]
         key = wide, tuple(pattern), repr(sorted(config.items()))
         if key not in self._fixed:
-            # told its config, Helion drops the guards that only other configs need, on the exact size of B and H say
-            index = {"index_dtype": torch.int64} if wide else {}
-            self._fixed[key] = helion.kernel(self.fn, config=config, **index, **self._settings)
+            # told its config, Helion drops guards that other configs need (on B and H, say) and the search's heuristics
+            fixed = {"config": config, "disable_autotuner_heuristics": True}
+            if wide:
+                fixed["index_dtype"] = torch.int64
+            self._fixed[key] = helion.kernel(self.fn, **fixed, **self._settings)
         return self._fixed[key].bind(args).compile_config(config)
 
     def config(self, *args: object) -> dict[str, object]:
