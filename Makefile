@@ -13,9 +13,6 @@ ready := $(VENV)/.ready-dev
 bench_ready := $(VENV)/.ready-bench
 endif
 
-# Two busy threads on two busy cores slow the interpreter down many times over.
-one_thread := OMP_NUM_THREADS=1
-
 .PHONY: help demo test test-gpu bench build lint clean
 help:
 	@echo "make demo      load the build as a user does, run every operator, show errors and times"
@@ -26,10 +23,10 @@ help:
 	@echo "make lint      ruff, and whether the rendered configs are current"
 
 demo: build
-	$(one_thread) $(py) tools/demo.py
+	$(py) tools/demo.py
 
 test: build
-	$(one_thread) $(py) -m pytest -n 2 -m "not gpu" $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(py) -m pytest -n 2 -m "not gpu" $(TEST_ARGS)
 
 test-gpu: build
 	$(py) -m pytest -m gpu --junitxml=$(RESULTS)/gpu-tests.xml $(TEST_ARGS)

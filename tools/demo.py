@@ -6,19 +6,22 @@ the time of one forward and backward. Runs on the GPU if there is one, else on t
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 REPO_ID = "HelionDSL/linear-attention"
-# Both are read when `kernels` is imported or called: the build takes the place of the Hub, and nothing is downloaded.
+# Read when `kernels` is imported or called: the build takes the place of the Hub, and nothing is downloaded.
 os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={ROOT}"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Threads that outnumber the free cores slow the interpreter down many times over.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 from kernels import get_kernel  # noqa: E402
@@ -109,10 +112,13 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def row(kernel: ModuleType, reference: ModuleType, operator: Operator, inputs: dict, device: str) -> list[str]:
+def row(operator: Operator, device: str) -> list[str]:
     """One line of the table."""
-    tensors = {name.removesuffix("_head"): inputs[name] for name in operator.arguments}
+    kernel = get_kernel(REPO_ID, version=0)
+    recurrence = getattr(importlib.import_module(f"{kernel.__name__}.reference"), operator.name)
     chunked = getattr(kernel, f"chunk_{operator.name}")
+    inputs = make_inputs(device)
+    tensors = {name.removesuffix("_head"): inputs[name] for name in operator.arguments}
     ours: dict[str, torch.Tensor] = {}
 
     def run() -> None:
@@ -121,30 +127,41 @@ def row(kernel: ModuleType, reference: ModuleType, operator: Operator, inputs: d
     took = seconds(run, device)
     # fp64 leaves, so that the exact gradients are not rounded to the inputs' dtype
     doubles = {name: x.double() for name, x in tensors.items()}
-    exact = forward_backward(in_segments(getattr(reference, operator.name)), doubles, inputs["do"])
+    exact = forward_backward(in_segments(recurrence), doubles, inputs["do"])
     errors = [f"{relative_rms(ours[name], exact[name]):.1e}" if name in exact else "" for name in ("o", *GRADIENTS)]
     return [operator.name, *errors, f"{took:.2f} s" if device == "cpu" else f"{took * 1e3:.2f} ms"]
+
+
+def rows(device: str) -> Iterator[list[str]]:
+    """The lines as they are done: one after the other on a GPU, on a CPU as many at a time as there are cores."""
+    if device == "cuda":
+        yield from (row(operator, device) for operator in OPERATORS)
+        return
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
+        # the last ones take longest, so they start first
+        jobs = [pool.submit(row, operator, device) for operator in reversed(OPERATORS)]
+        yield from (job.result() for job in as_completed(jobs))
 
 
 def main() -> None:
     start = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kernel = get_kernel(REPO_ID, version=0)
-    reference = importlib.import_module(f"{kernel.__name__}.reference")
-    inputs = make_inputs(device)
-    rows = []
-    for i, operator in enumerate(OPERATORS, 1):
+    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, in Helion's interpreter: exact, not fast"
+    print(f"{REPO_ID} version 0, {get_kernel(REPO_ID, version=0).__name__}, on {where}", flush=True)
+    done: dict[str, list[str]] = {}
+    for line in rows(device):
+        done[line[0]] = line
         elapsed = time.perf_counter() - start
-        print(f"[{i}/{len(OPERATORS)}] {operator.name} ({elapsed:.0f} s so far)", file=sys.stderr, flush=True)
-        rows.append(row(kernel, reference, operator, inputs, device))
+        print(f"  {len(done)}/{len(OPERATORS)} {line[0]} ({elapsed:.0f} s so far)", file=sys.stderr, flush=True)
 
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU, in Helion's interpreter: exact, not fast"
-    timed = "median of 20 calls, eager" if device == "cuda" else "one call"
-    print(f"\n{kernel.__name__} on {where}; B {B}, T {T}, H {H}, K = V = {D}, bf16, gates in fp32")
-    print(f"errors: relative RMS against the token recurrence in fp64; time: one forward and backward, {timed}\n")
+    timed = "median of 20 eager calls" if device == "cuda" else "one call on one core"
+    print(f"\nB {B}, T {T}, H {H}, K = V = {D}, bf16, gates in fp32. Errors: relative RMS against the token recurrence")
+    print(f"in fp64. Time: one forward and backward, {timed}.\n")
     header = ["operator", "o", *GRADIENTS, "time"]
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    for line in (header, ["-" * width for width in widths], *rows):
+    table = [done[operator.name] for operator in OPERATORS]
+    widths = [max(map(len, column)) for column in zip(header, *table)]
+    for line in (header, ["-" * width for width in widths], *table):
         print("  ".join([line[0].ljust(widths[0]), *(x.rjust(width) for x, width in zip(line[1:], widths[1:]))]))
     print(f"\n{time.perf_counter() - start:.0f} s in all")
 
