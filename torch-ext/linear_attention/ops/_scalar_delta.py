@@ -92,31 +92,66 @@ def scalar_delta_prepare_kernel(
 
 
 @kernel(dot_precision="tf32x3")
+def scalar_delta_bwd_v_kernel(
+    v: torch.Tensor, beta: torch.Tensor, X: torch.Tensor, dn: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """r = X^T dn, the gradient of beta v;  dv = beta r;  rv_i = r_i . v_i, that part of dbeta.
+
+    v, dn [B,T,H,V], beta [B,T,H], X [B,T,H,C] -> r, dv as v, rv fp32 [B,T,H].
+    One program a head and chunk, in tiles of V.
+    """
+    B, T, H, V = v.size()
+    V, C = hl.specialize((V, X.size(3)))
+    r = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    dv = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    rv = torch.empty([B, T, H], dtype=torch.float32, device=v.device)
+    BV = hl.register_block_size(16, V)
+    for i_bh, i_c in hl.grid([B * H, (T + C - 1) // C]):
+        i_b = i_bh // H
+        i_h = i_bh % H
+        i_t = i_c * C + hl.arange(C)
+        live = i_t < T
+        rows = live[:, None]
+        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=live).to(torch.float32)
+        b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows).transpose(0, 1)
+        b_rv = hl.zeros([C], dtype=torch.float32)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_dn = hl.load(dn, [i_b, i_t, i_h, tile_v], extra_mask=rows)
+            b_r = hl.dot(b_X, b_dn, out_dtype=torch.float32)
+            hl.store(r, [i_b, i_t, i_h, tile_v], b_r.to(r.dtype), extra_mask=rows)
+            hl.store(dv, [i_b, i_t, i_h, tile_v], (b_r * b_beta[:, None]).to(dv.dtype), extra_mask=rows)
+            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows).to(torch.float32)
+            b_rv = b_rv + torch.sum(b_r * b_v, 1)
+        hl.store(rv, [i_b, i_t, i_h], b_rv, extra_mask=live)
+    return r, dv, rv
+
+
+@kernel(dot_precision="tf32x3")
 def scalar_delta_bwd_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor, X: torch.Tensor,
-    n: torch.Tensor, S: torch.Tensor, do: torch.Tensor, D: torch.Tensor, dn: torch.Tensor, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of a chunk.  With r = X^T dn, the gradient of beta v, and decay_ij = 2^(gc_i - gc_j):
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor, n: torch.Tensor, S: torch.Tensor,
+    do: torch.Tensor, D: torch.Tensor, r: torch.Tensor, rv: torch.Tensor, scale: float, C: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of a chunk but dv.  With decay_ij = 2^(gc_i - gc_j) and db the gradient of beta k through w and S:
 
         P = scale tril(do n^T) . decay        G = -beta stril(r n^T) . decay        db = -2^gc r S^T
-        dv = beta r        dq = scale 2^gc do S^T + P k
+        dq = scale 2^gc do S^T + P k
         dk = 2^(gl - gc) n D^T + beta db + P^T q + (G + G^T) k
-        dbeta_i = r_i . v_i + db_i . k_i + sum_j G_ij k_i . k_j / beta_i
+        dbeta_i = rv_i + db_i . k_i + sum_j G_ij k_i . k_j / beta_i
         dg_t = sum_{i >= t} sum_{j < t} W_ij + sum_{i >= t} x_i + sum_{j < t} y_j + 2^gl sum(S . D)
 
-    W_ij = P_ij q_i . k_j + G_ij k_i . k_j; x and y hold the terms of dq . q + beta db . k through S and those of
-    dk . k through D.  Division by beta is only notation.
+    W_ij = P_ij q_i . k_j + G_ij k_i . k_j for i > j; x and y hold the terms of dq . q + beta db . k through S and those
+    of dk . k through D.  The sum of W is taken as that of its row sums less its column sums over i >= t, exactly zero
+    where no gradient comes in.  The division by beta is only notation.
 
-    q, k [B,T,H,K], v, n, do, dn [B,T,H,V], g, beta [B,T,H], X [B,T,H,C], S, D [B,NT,H,K,V]
-    -> dq, dk, dv as q, k, v, dbeta as beta, dg fp32 [B,T,H], which is not written without a gate.
-    One program a head and chunk, in tiles of K.
+    q, k [B,T,H,K], n, do, r [B,T,H,V], g, beta, rv [B,T,H], S, D [B,NT,H,K,V]
+    -> dq, dk as q, k, dbeta as beta, dg fp32 [B,T,H], which is not written without a gate.
+    One program a head and chunk, in tiles of K.  r is loaded, not made here: its tile would not fit the registers.
     """
     B, T, H, K = k.size()
-    K, V, C = hl.specialize((K, v.size(3), X.size(3)))
+    K, V = hl.specialize((K, n.size(3)))
     NT = (T + C - 1) // C
     dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     dk = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    dv = torch.empty([B, T, H, V], dtype=q.dtype, device=q.device)
     dbeta = torch.empty([B, T, H], dtype=beta.dtype, device=q.device)
     dg = torch.empty([B, T, H], dtype=torch.float32, device=q.device)
     BK = hl.register_block_size(16, K)
@@ -128,74 +163,71 @@ def scalar_delta_bwd_kernel(
         i_v = hl.arange(V)
         live = i_t < T
         rows = live[:, None]
+        lower = idx[:, None] >= idx[None, :]
         strict = idx[:, None] > idx[None, :]
         b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=live).to(torch.float32)
-        b_X = hl.load(X, [i_b, i_t, i_h, idx], extra_mask=rows)
-        b_dn = hl.load(dn, [i_b, i_t, i_h, i_v], extra_mask=rows)
-        b_r = hl.dot(b_X.transpose(0, 1), b_dn, out_dtype=torch.float32)
-        hl.store(dv, [i_b, i_t, i_h, i_v], (b_r * b_beta[:, None]).to(dv.dtype), extra_mask=rows)
-        b_v = hl.load(v, [i_b, i_t, i_h, i_v], extra_mask=rows)
-        b_dbeta = torch.sum(b_r * b_v.to(torch.float32), 1)
-        b_r = b_r.to(q.dtype)
+        b_r = hl.load(r, [i_b, i_t, i_h, i_v], extra_mask=rows)
+        b_dbeta = hl.load(rv, [i_b, i_t, i_h], extra_mask=live)
         b_n = hl.load(n, [i_b, i_t, i_h, i_v], extra_mask=rows)
         b_do = hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=rows)
-        b_P = hl.dot(b_do, b_n.transpose(0, 1), out_dtype=torch.float32) * scale
-        b_G = -hl.dot(b_r, b_n.transpose(0, 1), out_dtype=torch.float32)
-        b_P = torch.where(idx[:, None] >= idx[None, :], b_P, 0.0)
-        b_G = torch.where(strict, b_G, 0.0)
+        b_P = torch.where(lower, hl.dot(b_do, b_n.transpose(0, 1), out_dtype=torch.float32) * scale, 0.0)
+        b_G = torch.where(strict, -hl.dot(b_r, b_n.transpose(0, 1), out_dtype=torch.float32), 0.0)
         if g is not None:
             b_g = log2_gate(hl.load(g, [i_b, i_t, i_h], extra_mask=live))
             b_gc = torch.cumsum(b_g, 0)
             b_gl = torch.sum(b_g, 0)
             b_from = torch.exp2(b_gc)
             b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
-            b_decay = decay_tile(b_gc, idx[:, None] >= idx[None, :])
+            b_decay = decay_tile(b_gc, lower)
             b_P = b_P * b_decay
             b_G = b_G * b_decay
-            b_x = hl.zeros([C], dtype=torch.float32)
+            b_qk = hl.zeros([C, C], dtype=torch.float32)
             b_y = hl.zeros([C], dtype=torch.float32)
             b_z = hl.zeros([C], dtype=torch.float32)
-        b_p = b_P.to(q.dtype)
-        b_Gb = b_G * b_beta[:, None]
-        b_gg = (b_Gb + b_Gb.transpose(0, 1)).to(q.dtype)
-        b_qk = hl.zeros([C, C], dtype=torch.float32)
         b_kk = hl.zeros([C, C], dtype=torch.float32)
         for tile_k in hl.tile(K, block_size=BK):
-            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_S = S[i_b, i_c, i_h, tile_k, :]
-            b_D = D[i_b, i_c, i_h, tile_k, :]
             b_kk = hl.dot(b_k, b_k.transpose(0, 1), acc=b_kk)
-            b_dq = hl.dot(b_do, b_S.transpose(0, 1), out_dtype=torch.float32) * scale
-            b_db = -hl.dot(b_r, b_S.transpose(0, 1), out_dtype=torch.float32)
-            b_dk = hl.dot(b_n, b_D.transpose(0, 1), out_dtype=torch.float32)
             if g is not None:
+                b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
                 b_qk = hl.dot(b_q, b_k.transpose(0, 1), acc=b_qk)
-                b_dq = b_dq * b_from[:, None]
-                b_db = b_db * b_from[:, None]
-                b_dk = b_dk * b_rest[:, None]
-                b_x = b_x + torch.sum(b_dq * b_q.to(torch.float32), 1)
-                b_y = b_y + torch.sum(b_dk * b_k.to(torch.float32), 1)
-                b_z = b_z + torch.sum(torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1), 0)
-            b_dbk = torch.sum(b_db * b_k.to(torch.float32), 1)
-            b_dbeta = b_dbeta + b_dbk
-            if g is not None:
-                b_x = b_x + b_beta * b_dbk
-            b_dk = b_dk + b_db * b_beta[:, None]
-            b_dq = hl.dot(b_p, b_k, acc=b_dq)
-            b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
-            b_dk = hl.dot(b_gg, b_k, acc=b_dk)
-            hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
-            hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
         b_kk = b_kk * b_G
         b_dbeta = b_dbeta + torch.sum(b_kk, 1)
-        hl.store(dbeta, [i_b, i_t, i_h], b_dbeta.to(dbeta.dtype), extra_mask=live)
         if g is not None:
             b_W = b_kk * b_beta[:, None] + torch.where(strict, b_P * b_qk, 0.0)
-            b_x = b_x + (torch.sum(b_W, 1) - torch.sum(b_W, 0))
+            b_x = torch.sum(b_W, 1) - torch.sum(b_W, 0)
+        b_p = b_P.to(q.dtype)
+        b_G = b_G * b_beta[:, None]
+        b_gg = (b_G + b_G.transpose(0, 1)).to(q.dtype)
+        for tile_k in hl.tile(K, block_size=BK):
+            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+            b_S = S[i_b, i_c, i_h, tile_k, :]
+            b_dk = -hl.dot(b_r, b_S.transpose(0, 1), out_dtype=torch.float32)
+            if g is not None:
+                b_dk = b_dk * b_from[:, None]
+            b_dbk = torch.sum(b_dk * b_k.to(torch.float32), 1)
+            b_dbeta = b_dbeta + b_dbk
+            b_dk = hl.dot(b_gg, b_k, acc=b_dk * b_beta[:, None])
+            b_dq = hl.dot(b_do, b_S.transpose(0, 1), out_dtype=torch.float32) * scale
+            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+            if g is not None:
+                b_dq = b_dq * b_from[:, None]
+                b_x = b_x + b_beta * b_dbk + torch.sum(b_dq * b_q.to(torch.float32), 1)
+            b_dq = hl.dot(b_p, b_k, acc=b_dq)
+            hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
+            b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
+            b_D = D[i_b, i_c, i_h, tile_k, :]
+            b_dkD = hl.dot(b_n, b_D.transpose(0, 1), out_dtype=torch.float32)
+            if g is not None:
+                b_dkD = b_dkD * b_rest[:, None]
+                b_y = b_y + torch.sum(b_dkD * b_k.to(torch.float32), 1)
+                b_z = b_z + torch.sum(torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1), 0)
+            hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_dkD).to(dk.dtype), extra_mask=rows)
+        hl.store(dbeta, [i_b, i_t, i_h], b_dbeta.to(dbeta.dtype), extra_mask=live)
+        if g is not None:
             b_dg = hl.cumsum(b_x, 0, reverse=True) + (torch.cumsum(b_y, 0) - b_y) + b_z * torch.exp2(b_gl)
             hl.store(dg, [i_b, i_t, i_h], b_dg.to(dg.dtype), extra_mask=live)
-    return dq, dk, dv, dg, dbeta
+    return dq, dk, dg, dbeta
 
 
 def _chunk(q: torch.Tensor) -> int:
@@ -230,7 +262,9 @@ def scalar_delta_bwd(
     del u
     D, dn, dh0 = delta_bwd_state_kernel(qg, kg, w, A, do, gl, dht, scale)
     del qg, kg, w, A
-    dq, dk, dv, dg, dbeta = scalar_delta_bwd_kernel(q, k, v, g, beta, X, n, S, do, D, dn, scale)
+    r, dv, rv = scalar_delta_bwd_v_kernel(v, beta, X, dn)
+    del X, dn
+    dq, dk, dg, dbeta = scalar_delta_bwd_kernel(q, k, g, beta, n, S, do, D, r, rv, scale, _chunk(q))
     return dq, dk, dv, None if g is None else dg.to(g.dtype), dbeta, dh0
 
 
