@@ -139,60 +139,54 @@ def mirrored(b_x, C):
     return torch.where(idx[:, None] >= idx[None, :], b_x, b_x.transpose(0, 1))
 
 
-def query_gradients(b_q, b_k, b_g, dA, i_b, i_h, i_t, rows, C):
-    """The parts of dq, dk and dg that come from A in the chunk; and the chunk's inner and outer.
-
-    q, k and log2 gates [C, BK]; dA [B,T,H,C], mirrored, of which each level loads its own pairs.
-    -> fp32 [C, BK] five times.  One product a level gives dq in the upper rows and dk in the lower ones.
-    """
+def swap_halves(b_x, level, dtype, C):
+    """other_half for a level that is a loop's variable, as a product with a permutation: 16 bits, for fp32 inputs 22."""
     idx = hl.arange(C)
-    b_d = hl.load(dA, [i_b, i_t, i_h, idx], extra_mask=rows[:, None])
-    b_d = torch.sum(torch.where(diagonal(C), b_d.to(torch.float32), 0.0), 1)[:, None]
-    b_dq = b_d * b_k.to(torch.float32)
-    b_dk = b_d * b_q.to(torch.float32)
-    b_dg = b_g * 0.0
-    b_inner, b_outer = first_level(b_g)
-    for level in range(C.bit_length() - 1):
-        upper = upper_half(level, C)
-        b_f = torch.where(upper, b_inner, b_outer)
-        b_x = torch.where(upper, b_q, b_k).to(torch.float32)
-        b_p = hl.load(dA, [i_b, i_t, i_h, idx], extra_mask=rows[:, None] & level_pairs(level, C))
-        b_y = hl.dot(b_p, (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
-        b_dq = b_dq + torch.where(upper, b_y, 0.0)
-        b_dk = b_dk + torch.where(upper, 0.0, b_y)
-        b_dg = b_dg + level_gate_sums(b_x * b_y, level, b_q.dtype, C)
-        b_inner, b_outer = next_level(b_inner, b_outer, level, C)
-    return b_dq, b_dk, b_dg, b_inner, b_outer
+    return masked_sums((idx[:, None] ^ idx[None, :]) == (1 << level), b_x, dtype)
 
 
-def query_key_gradients(b_q, b_k, b_g, b_beta, dA, dL, i_b, i_h, i_t, rows, C):
+def first_gradients(b_q, b_k, b_dA, C):
+    """What the pairs i = j give of dq and dk; no gate lies between the two."""
+    b_d = torch.sum(torch.where(diagonal(C), b_dA.to(torch.float32), 0.0), 1)[:, None]
+    return b_d * b_k.to(torch.float32), b_d * b_q.to(torch.float32)
+
+
+def query_gradients(b_q, b_k, b_dA, b_dq, b_dk, b_dg, b_inner, b_outer, level, C):
+    """Adds what a level's pairs of A give to dq, dk and dg; and inner and outer of the next level.
+
+    q, k [C, BK], dA [C, C], mirrored; the rest fp32 [C, BK], and so the results: dq, dk, dg, inner, outer.
+    One product gives dq in the upper rows and dk in the lower ones.  Its level is the variable of a loop on the device:
+    unrolled, the compiler computes the masks of all levels first and runs out of registers.
+    """
+    upper = upper_half(level, C)
+    b_f = torch.where(upper, b_inner, b_outer)
+    b_x = torch.where(upper, b_q, b_k).to(torch.float32)
+    b_p = torch.where(level_pairs(level, C), b_dA, 0.0)
+    b_y = hl.dot(b_p, (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
+    b_dq = b_dq + torch.where(upper, b_y, 0.0)
+    b_dk = b_dk + torch.where(upper, 0.0, b_y)
+    b_dg = b_dg + level_gate_sums(b_x * b_y, level, b_q.dtype, C)
+    b_f = b_f * swap_halves(b_inner * b_outer, level, b_q.dtype, C)
+    return b_dq, b_dk, b_dg, torch.where(upper, b_f, b_inner), torch.where(upper, b_outer, b_f)
+
+
+def query_key_gradients(b_q, b_k, b_beta, b_dA, b_dL, b_dq, b_dk, b_dw, b_dg, b_inner, b_outer, level, C):
     """query_gradients and what comes from beta_i L_ij, whose gradient over beta_i is dL.
 
-    As there, and beta fp32 [C, 1]; dL [B,T,H,C], mirrored -> fp32 [C, BK] six times: the third is
-    sum_j dL_ij decay_ij k_j, which times beta is a part of dk_i and times k_i, summed, one of dbeta_i.
-    dL meets k in the lower rows and beta k in the upper ones.
+    As there, and beta fp32 [C, 1], dL [C, C], mirrored, and dw = sum_j dL_ij decay_ij k_j, which times beta is a part of
+    dk_i and times k_i, summed, one of dbeta_i.  dL meets k in the lower rows and beta k in the upper ones.
     """
-    idx = hl.arange(C)
-    b_d = hl.load(dA, [i_b, i_t, i_h, idx], extra_mask=rows[:, None])
-    b_d = torch.sum(torch.where(diagonal(C), b_d.to(torch.float32), 0.0), 1)[:, None]
-    b_dq = b_d * b_k.to(torch.float32)
-    b_dk = b_d * b_q.to(torch.float32)
-    b_dw = b_g * 0.0
-    b_dg = b_g * 0.0
-    b_inner, b_outer = first_level(b_g)
-    for level in range(C.bit_length() - 1):
-        upper = upper_half(level, C)
-        pairs = rows[:, None] & level_pairs(level, C)
-        b_f = torch.where(upper, b_inner, b_outer)
-        b_x = torch.where(upper, b_q, b_k).to(torch.float32)
-        b_p = hl.load(dA, [i_b, i_t, i_h, idx], extra_mask=pairs)
-        b_y = hl.dot(b_p, (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
-        b_b = torch.where(upper, b_beta, 1.0)
-        b_p = hl.load(dL, [i_b, i_t, i_h, idx], extra_mask=pairs)
-        b_z = hl.dot(b_p, (b_k.to(torch.float32) * b_b * b_f).to(b_k.dtype), out_dtype=torch.float32) * b_f
-        b_dq = b_dq + torch.where(upper, b_y, 0.0)
-        b_dk = b_dk + torch.where(upper, 0.0, b_y + b_z)
-        b_dw = b_dw + torch.where(upper, b_z, 0.0)
-        b_dg = b_dg + level_gate_sums(b_x * b_y + b_k.to(torch.float32) * b_z * b_b, level, b_q.dtype, C)
-        b_inner, b_outer = next_level(b_inner, b_outer, level, C)
-    return b_dq, b_dk, b_dw, b_dg, b_inner, b_outer
+    upper = upper_half(level, C)
+    pairs = level_pairs(level, C)
+    b_f = torch.where(upper, b_inner, b_outer)
+    b_x = torch.where(upper, b_q, b_k).to(torch.float32)
+    b_y = hl.dot(torch.where(pairs, b_dA, 0.0), (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
+    b_b = torch.where(upper, b_beta, 1.0)
+    b_z = (b_k.to(torch.float32) * b_b * b_f).to(b_k.dtype)
+    b_z = hl.dot(torch.where(pairs, b_dL, 0.0), b_z, out_dtype=torch.float32) * b_f
+    b_dq = b_dq + torch.where(upper, b_y, 0.0)
+    b_dk = b_dk + torch.where(upper, 0.0, b_y + b_z)
+    b_dw = b_dw + torch.where(upper, b_z, 0.0)
+    b_dg = b_dg + level_gate_sums(b_x * b_y + b_k.to(torch.float32) * b_z * b_b, level, b_q.dtype, C)
+    b_f = b_f * swap_halves(b_inner * b_outer, level, b_q.dtype, C)
+    return b_dq, b_dk, b_dw, b_dg, torch.where(upper, b_f, b_inner), torch.where(upper, b_outer, b_f)

@@ -12,7 +12,9 @@ import helion.language as hl
 import torch
 
 from ._aot import kernel
-from ._channel_gate import chunk_gate_sums, mirrored, query_key_gradients, query_key_scores
+from ._channel_gate import (
+    chunk_gate_sums, first_gradients, first_level, mirrored, query_key_gradients, query_key_scores,
+)
 from ._tile import log2_gate, unit_lower_inverse
 
 
@@ -149,6 +151,7 @@ def kda_bwd_v_kernel(
 def kda_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, do: torch.Tensor, n: torch.Tensor,
     r: torch.Tensor, dA: torch.Tensor, dL: torch.Tensor, S: torch.Tensor, D: torch.Tensor, scale: float,
+    C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """With x = scale 2^gc do S^T, y = 2^(gl - gc) n D^T, z = -2^gc r S^T and e_ij = 2^(gc_i - gc_j):
 
@@ -163,8 +166,9 @@ def kda_bwd_qk_kernel(
     One program a head, chunk and K tile.
     """
     B, T, H, K = q.size()
-    K, V, C = hl.specialize((K, do.size(3), dA.size(3)))
+    K, V = hl.specialize((K, do.size(3)))
     NT = (T + C - 1) // C
+    levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
     dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
@@ -180,8 +184,15 @@ def kda_bwd_qk_kernel(
         b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
         b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
         b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)[:, None]
-        b_dq, b_dk, b_dw, b_dg, b_inner, b_outer = query_key_gradients(
-            b_q, b_k, b_g, b_beta, dA, dL, i_b, i_h, i_t, i_t < T, C)
+        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+        b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+        b_dq, b_dk = first_gradients(b_q, b_k, b_dA, C)
+        b_dw = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_dg = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_inner, b_outer = first_level(b_g)
+        for level in hl.grid(levels):
+            b_dq, b_dk, b_dw, b_dg, b_inner, b_outer = query_key_gradients(
+                b_q, b_k, b_beta, b_dA, b_dL, b_dq, b_dk, b_dw, b_dg, b_inner, b_outer, level, C)
         b_x = hl.zeros([C, tile_k], dtype=torch.float32)
         b_y = hl.zeros([C, tile_k], dtype=torch.float32)
         b_z = hl.zeros([C, tile_k], dtype=torch.float32)

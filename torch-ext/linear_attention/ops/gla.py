@@ -18,7 +18,7 @@ import helion.language as hl
 import torch
 
 from ._aot import kernel
-from ._channel_gate import chunk_gate_sums, mirrored, query_gradients, query_scores
+from ._channel_gate import chunk_gate_sums, first_gradients, first_level, mirrored, query_gradients, query_scores
 from ._checks import check_gate, check_qkv, check_scale, check_state, not_yet
 from ._host import last_contiguous, over_values, pad_to_16
 from ._tile import log2_gate
@@ -174,7 +174,7 @@ def gla_bwd_v_kernel(
 @kernel(dot_precision="tf32x3")
 def gla_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, v: torch.Tensor, do: torch.Tensor, dA: torch.Tensor,
-    S: torch.Tensor, D: torch.Tensor, scale: float,
+    S: torch.Tensor, D: torch.Tensor, scale: float, C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq = 2^gc x + sum_j dA_ij 2^(gc_i - gc_j) k_j with x = scale do S^T;  dk = 2^(gl - gc) y + sum_i dA_ij .. q_i
     with y = v D^T;  dg_t = sum_{i>=t>j} dA_ij A_ij + sum_{i>=t} q_i 2^gc_i x_i + sum_{j<t} k_j 2^(gl - gc_j) y_j
@@ -184,11 +184,12 @@ def gla_bwd_qk_kernel(
     One program a head, chunk and K tile.
     """
     B, T, H, K = q.size()
-    K, V, C = hl.specialize((K, v.size(3), dA.size(3)))
+    K, V = hl.specialize((K, v.size(3)))
     dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     dk = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     dg = torch.empty([B, T, H, K], dtype=g.dtype, device=q.device)
     NT = (T + C - 1) // C
+    levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
     for tile_bh, tile_c, tile_k in hl.tile([B * H, NT, K], block_size=[1, 1, BK]):
@@ -199,7 +200,13 @@ def gla_bwd_qk_kernel(
         b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
         b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
         b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
-        b_dq, b_dk, b_dg, b_inner, b_outer = query_gradients(b_q, b_k, b_g, dA, i_b, i_h, i_t, i_t < T, C)
+        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+        b_dq, b_dk = first_gradients(b_q, b_k, b_dA, C)
+        b_dg = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_inner, b_outer = first_level(b_g)
+        for level in hl.grid(levels):
+            b_dq, b_dk, b_dg, b_inner, b_outer = query_gradients(
+                b_q, b_k, b_dA, b_dq, b_dk, b_dg, b_inner, b_outer, level, C)
         b_x = hl.zeros([C, tile_k], dtype=torch.float32)
         b_y = hl.zeros([C, tile_k], dtype=torch.float32)
         b_z = hl.zeros([tile_k], dtype=torch.float32)
@@ -245,7 +252,7 @@ def chunk_gla_bwd(
     del A
     S, _ = gla_state_kernel(kg, v, gl, h0, 1.0, C, False)
     del kg
-    dq, dk, dg = gla_bwd_qk_kernel(q, k, g, v, do, dA, S, D, scale)
+    dq, dk, dg = gla_bwd_qk_kernel(q, k, g, v, do, dA, S, D, scale, C)
     return dq, dk, dv, dg, dh0
 
 

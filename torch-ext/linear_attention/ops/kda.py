@@ -37,16 +37,17 @@ def chunk_kda_bwd(
     h0: torch.Tensor | None, scale: float, do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg, dbeta in their inputs' dtypes and dh0 in fp32.  Temporaries go as early as they can."""
-    A, L, qg, kb, kg, gl = kda_scores_kernel(q, k, g, beta, _chunk(q))
+    C = _chunk(q)
+    A, L, qg, kb, kg, gl = kda_scores_kernel(q, k, g, beta, C)
     X, w, u = kda_solve_kernel(L, kb, v, beta)
     del L, kb
-    S, n = delta_fwd_state_kernel(kg, w, u, gl, h0, _chunk(q))
+    S, n = delta_fwd_state_kernel(kg, w, u, gl, h0, C)
     del u
     D, dn, dh0 = delta_bwd_state_kernel(qg, kg, w, A, do, gl, dht, scale)
     del qg, kg, w, A, gl
     r, dv, dA, dL, dbeta_v = kda_bwd_v_kernel(X, v, beta, n, do, dn, scale)
     del X, dn
-    dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, g, beta, do, n, r, dA, dL, S, D, scale)
+    dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, g, beta, do, n, r, dA, dL, S, D, scale, C)
     return dq, dk, dv, dg, (dbeta_k.sum(0) + dbeta_v).to(beta.dtype), dh0
 
 
