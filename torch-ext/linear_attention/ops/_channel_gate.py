@@ -14,6 +14,8 @@ the chunk's begin to i and from j to the chunk's end.  Every factor depends on t
 
 As a row is in one half only, one operand a level serves both: q times inner in the upper rows, k times outer in the
 lower ones.  Tiles are [C, BK], C a power of two of at least 16; sums are fp32.
+The level is the variable of a loop on the device, in the kernel's body: unrolled, the compiler computes the masks of
+all levels first and runs out of registers.
 """
 from __future__ import annotations
 
@@ -24,6 +26,11 @@ import torch
 def upper_half(level, C):
     """Whether a row lies in the upper half of its block: bool [C, 1]."""
     return ((hl.arange(C) >> level) % 2 == 1)[:, None]
+
+
+def factor(b_inner, b_outer, level, C):
+    """A row's decay to the anchor of its block: inner in an upper half, outer in a lower one."""
+    return torch.where(upper_half(level, C), b_inner, b_outer)
 
 
 def level_pairs(level, C):
@@ -40,43 +47,6 @@ def diagonal(C):
 def first_level(b_g):
     """inner and outer of halves of one row, from log2 gates."""
     return torch.exp2(b_g), b_g * 0.0 + 1.0
-
-
-def other_half(b_x, level, C):
-    """For each row what the row 2^level away, in the other half of its block, holds; values in 0..1, fp32.
-
-    The sum of the two over their bits as integers, less the own ones: exact, and one reduction instead of two.
-    """
-    shape = [C >> (level + 1), 2, 1 << level, b_x.size(1)]
-    b_bits = b_x.view(torch.int32).reshape(shape)
-    b_both = torch.sum(b_bits, 1, dtype=torch.int32).unsqueeze(1)
-    return (b_both - b_bits).reshape([C, b_x.size(1)]).view(torch.float32)
-
-
-def next_level(b_inner, b_outer, level, C):
-    """inner and outer of halves twice as long.
-
-    inner_i outer_i, the decay over a whole half, extends inner of the half above it and outer of the half below it.
-    """
-    upper = upper_half(level, C)
-    b_f = torch.where(upper, b_inner, b_outer) * other_half(b_inner * b_outer, level, C)
-    return torch.where(upper, b_f, b_inner), torch.where(upper, b_outer, b_f)
-
-
-def query_scores(b_q, b_k, b_g, C):
-    """A_ij = sum_d q_id k_jd decay_ijd for i >= j, other entries undefined; and the chunk's inner and outer.
-
-    q, k and log2 gates [C, BK] -> fp32 [C, C], fp32 [C, BK] twice.
-    """
-    b_A = torch.where(diagonal(C), torch.sum(b_q.to(torch.float32) * b_k.to(torch.float32), 1)[:, None], 0.0)
-    b_inner, b_outer = first_level(b_g)
-    for level in range(C.bit_length() - 1):
-        upper = upper_half(level, C)
-        b_x = (torch.where(upper, b_q, b_k).to(torch.float32) * torch.where(upper, b_inner, b_outer)).to(b_q.dtype)
-        b_s = hl.dot(b_x, b_x.transpose(0, 1), out_dtype=torch.float32)
-        b_A = torch.where(level_pairs(level, C), b_s, b_A)
-        b_inner, b_outer = next_level(b_inner, b_outer, level, C)
-    return b_A, b_inner, b_outer
 
 
 def masked_sums(mask, b_x, dtype):
@@ -113,36 +83,53 @@ def chunk_gate_sums(b_x, b_y, dtype, C):
     return b_sums + masked_sums(idx[None, :] < idx[:, None], b_y, dtype)
 
 
-def query_key_scores(b_q, b_k, b_g, C):
-    """query_scores and the same with k for q, L_ij = sum_d k_id k_jd decay_ijd for i > j, other entries undefined.
+def next_level(b_inner, b_outer, level, dtype, C):
+    """inner and outer of halves twice as long.
 
-    q, k and log2 gates [C, BK] -> A, L fp32 [C, C], inner, outer fp32 [C, BK].
+    inner_i outer_i, the decay over a whole half, extends inner of the half above it and outer of the half below it: a
+    permutation of rows, done as a product, to 16 bits beside narrow inputs and 22 beside fp32.
     """
-    b_A = torch.where(diagonal(C), torch.sum(b_q.to(torch.float32) * b_k.to(torch.float32), 1)[:, None], 0.0)
-    b_L = b_A * 0.0
-    b_inner, b_outer = first_level(b_g)
-    for level in range(C.bit_length() - 1):
-        upper = upper_half(level, C)
-        pairs = level_pairs(level, C)
-        b_f = torch.where(upper, b_inner, b_outer)
-        b_x = (torch.where(upper, b_q, b_k).to(torch.float32) * b_f).to(b_q.dtype)
-        b_y = (b_k.to(torch.float32) * b_f).to(b_k.dtype).transpose(0, 1)
-        b_A = torch.where(pairs, hl.dot(b_x, b_y, out_dtype=torch.float32), b_A)
-        b_L = torch.where(pairs, hl.dot(b_y.transpose(0, 1), b_y, out_dtype=torch.float32), b_L)
-        b_inner, b_outer = next_level(b_inner, b_outer, level, C)
-    return b_A, b_L, b_inner, b_outer
+    idx = hl.arange(C)
+    upper = upper_half(level, C)
+    b_f = masked_sums((idx[:, None] ^ idx[None, :]) == (1 << level), b_inner * b_outer, dtype)
+    b_f = torch.where(upper, b_inner, b_outer) * b_f
+    return torch.where(upper, b_f, b_inner), torch.where(upper, b_outer, b_f)
+
+
+def diagonal_scores(b_q, b_k, C):
+    """A_ii = q_i . k_i on the diagonal of zeros, fp32 [C, C]."""
+    return torch.where(diagonal(C), torch.sum(b_q.to(torch.float32) * b_k.to(torch.float32), 1)[:, None], 0.0)
+
+
+def query_scores(b_q, b_k, b_A, b_inner, b_outer, level, C):
+    """Adds a level's pairs to A_ij = sum_d q_id k_jd decay_ijd, i > j, and the same above the diagonal.
+
+    q, k [C, BK], A fp32 [C, C] -> A and the next level's inner and outer.
+    """
+    b_f = factor(b_inner, b_outer, level, C)
+    b_x = (torch.where(upper_half(level, C), b_q, b_k).to(torch.float32) * b_f).to(b_q.dtype)
+    b_s = hl.dot(b_x, b_x.transpose(0, 1), out_dtype=torch.float32)
+    return b_A + torch.where(level_pairs(level, C), b_s, 0.0), *next_level(b_inner, b_outer, level, b_q.dtype, C)
+
+
+def query_key_scores(b_q, b_k, b_A, b_L, b_inner, b_outer, level, C):
+    """query_scores, and the same with k for q: L_ij = sum_d k_id k_jd decay_ijd.
+
+    q, k [C, BK], A, L fp32 [C, C] -> A, L and the next level's inner and outer.  A is right below its diagonal alone.
+    """
+    pairs = level_pairs(level, C)
+    b_f = factor(b_inner, b_outer, level, C)
+    b_x = (torch.where(upper_half(level, C), b_q, b_k).to(torch.float32) * b_f).to(b_q.dtype)
+    b_y = (b_k.to(torch.float32) * b_f).to(b_k.dtype)
+    b_A = b_A + torch.where(pairs, hl.dot(b_x, b_y.transpose(0, 1), out_dtype=torch.float32), 0.0)
+    b_L = b_L + torch.where(pairs, hl.dot(b_y, b_y.transpose(0, 1), out_dtype=torch.float32), 0.0)
+    return b_A, b_L, *next_level(b_inner, b_outer, level, b_q.dtype, C)
 
 
 def mirrored(b_x, C):
     """The lower triangle of a [C, C] tile, and above the diagonal its mirror image."""
     idx = hl.arange(C)
     return torch.where(idx[:, None] >= idx[None, :], b_x, b_x.transpose(0, 1))
-
-
-def swap_halves(b_x, level, dtype, C):
-    """other_half for a level that is a loop's variable, as a product with a permutation: 16 bits, for fp32 inputs 22."""
-    idx = hl.arange(C)
-    return masked_sums((idx[:, None] ^ idx[None, :]) == (1 << level), b_x, dtype)
 
 
 def first_gradients(b_q, b_k, b_dA, C):
@@ -155,30 +142,28 @@ def query_gradients(b_q, b_k, b_dA, b_dq, b_dk, b_dg, b_inner, b_outer, level, C
     """Adds what a level's pairs of A give to dq, dk and dg; and inner and outer of the next level.
 
     q, k [C, BK], dA [C, C], mirrored; the rest fp32 [C, BK], and so the results: dq, dk, dg, inner, outer.
-    One product gives dq in the upper rows and dk in the lower ones.  Its level is the variable of a loop on the device:
-    unrolled, the compiler computes the masks of all levels first and runs out of registers.
+    One product gives dq in the upper rows and dk in the lower ones.
     """
     upper = upper_half(level, C)
-    b_f = torch.where(upper, b_inner, b_outer)
+    b_f = factor(b_inner, b_outer, level, C)
     b_x = torch.where(upper, b_q, b_k).to(torch.float32)
     b_p = torch.where(level_pairs(level, C), b_dA, 0.0)
     b_y = hl.dot(b_p, (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
     b_dq = b_dq + torch.where(upper, b_y, 0.0)
     b_dk = b_dk + torch.where(upper, 0.0, b_y)
     b_dg = b_dg + level_gate_sums(b_x * b_y, level, b_q.dtype, C)
-    b_f = b_f * swap_halves(b_inner * b_outer, level, b_q.dtype, C)
-    return b_dq, b_dk, b_dg, torch.where(upper, b_f, b_inner), torch.where(upper, b_outer, b_f)
+    return b_dq, b_dk, b_dg, *next_level(b_inner, b_outer, level, b_q.dtype, C)
 
 
 def query_key_gradients(b_q, b_k, b_beta, b_dA, b_dL, b_dq, b_dk, b_dw, b_dg, b_inner, b_outer, level, C):
     """query_gradients and what comes from beta_i L_ij, whose gradient over beta_i is dL.
 
-    As there, and beta fp32 [C, 1], dL [C, C], mirrored, and dw = sum_j dL_ij decay_ij k_j, which times beta is a part of
-    dk_i and times k_i, summed, one of dbeta_i.  dL meets k in the lower rows and beta k in the upper ones.
+    As there, and beta fp32 [C, 1], dL [C, C], mirrored, and dw = sum_j dL_ij decay_ij k_j, which times beta is a part
+    of dk_i and times k_i, summed, one of dbeta_i.  dL meets k in the lower rows and beta k in the upper ones.
     """
     upper = upper_half(level, C)
     pairs = level_pairs(level, C)
-    b_f = torch.where(upper, b_inner, b_outer)
+    b_f = factor(b_inner, b_outer, level, C)
     b_x = torch.where(upper, b_q, b_k).to(torch.float32)
     b_y = hl.dot(torch.where(pairs, b_dA, 0.0), (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
     b_b = torch.where(upper, b_beta, 1.0)
@@ -188,5 +173,4 @@ def query_key_gradients(b_q, b_k, b_beta, b_dA, b_dL, b_dq, b_dk, b_dw, b_dg, b_
     b_dk = b_dk + torch.where(upper, 0.0, b_y + b_z)
     b_dw = b_dw + torch.where(upper, b_z, 0.0)
     b_dg = b_dg + level_gate_sums(b_x * b_y + b_k.to(torch.float32) * b_z * b_b, level, b_q.dtype, C)
-    b_f = b_f * swap_halves(b_inner * b_outer, level, b_q.dtype, C)
-    return b_dq, b_dk, b_dw, b_dg, torch.where(upper, b_f, b_inner), torch.where(upper, b_outer, b_f)
+    return b_dq, b_dk, b_dw, b_dg, *next_level(b_inner, b_outer, level, b_q.dtype, C)

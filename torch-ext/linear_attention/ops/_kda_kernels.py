@@ -13,7 +13,13 @@ import torch
 
 from ._aot import kernel
 from ._channel_gate import (
-    chunk_gate_sums, first_gradients, first_level, mirrored, query_key_gradients, query_key_scores,
+    chunk_gate_sums,
+    diagonal_scores,
+    first_gradients,
+    first_level,
+    mirrored,
+    query_key_gradients,
+    query_key_scores,
 )
 from ._tile import log2_gate, unit_lower_inverse
 
@@ -32,6 +38,7 @@ def kda_scores_kernel(
     B, T, H, K = q.size()
     K = hl.specialize(K)
     NT = (T + C - 1) // C
+    levels = C.bit_length() - 1
     A = torch.empty([B, T, H, C], dtype=q.dtype, device=q.device)
     L = torch.empty([B, T, H, C], dtype=torch.float32, device=q.device)
     qg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
@@ -52,9 +59,10 @@ def kda_scores_kernel(
             gl[i_b, tile_c.begin, i_h, tile_k] = torch.sum(b_g, 0)
             b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_a, b_l, b_inner, b_outer = query_key_scores(b_q, b_k, b_g, C)
-            b_A = b_A + b_a
-            b_L = b_L + b_l
+            b_A = b_A + diagonal_scores(b_q, b_k, C)
+            b_inner, b_outer = first_level(b_g)
+            for level in hl.grid(levels):
+                b_A, b_L, b_inner, b_outer = query_key_scores(b_q, b_k, b_A, b_L, b_inner, b_outer, level, C)
             hl.store(qg, [i_b, i_t, i_h, tile_k], (b_q.to(torch.float32) * b_inner).to(qg.dtype), extra_mask=rows)
             hl.store(kb, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_inner).to(kb.dtype), extra_mask=rows)
             hl.store(kg, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_outer).to(kg.dtype), extra_mask=rows)

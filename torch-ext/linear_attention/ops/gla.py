@@ -18,7 +18,15 @@ import helion.language as hl
 import torch
 
 from ._aot import kernel
-from ._channel_gate import chunk_gate_sums, first_gradients, first_level, mirrored, query_gradients, query_scores
+from ._channel_gate import (
+    chunk_gate_sums,
+    diagonal_scores,
+    first_gradients,
+    first_level,
+    mirrored,
+    query_gradients,
+    query_scores,
+)
 from ._checks import check_gate, check_qkv, check_scale, check_state, not_yet
 from ._host import last_contiguous, over_values, pad_to_16
 from ._tile import log2_gate
@@ -39,6 +47,7 @@ def gla_scores_kernel(
     qg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     kg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     NT = (T + C - 1) // C
+    levels = C.bit_length() - 1
     gl = torch.empty([B, NT, H, K], dtype=torch.float32, device=q.device)
     BK = hl.register_block_size(16, K)
     for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
@@ -52,8 +61,10 @@ def gla_scores_kernel(
             gl[i_b, tile_c.begin, i_h, tile_k] = torch.sum(b_g, 0)
             b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_a, b_inner, b_outer = query_scores(b_q, b_k, b_g, C)
-            b_A = b_A + b_a
+            b_A = b_A + diagonal_scores(b_q, b_k, C)
+            b_inner, b_outer = first_level(b_g)
+            for level in hl.grid(levels):
+                b_A, b_inner, b_outer = query_scores(b_q, b_k, b_A, b_inner, b_outer, level, C)
             hl.store(qg, [i_b, i_t, i_h, tile_k], (b_q.to(torch.float32) * b_inner).to(q.dtype), extra_mask=rows)
             hl.store(kg, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_outer).to(q.dtype), extra_mask=rows)
         idx = hl.arange(C)
