@@ -42,8 +42,8 @@ from collections.abc import Callable
 
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
-from torch.utils._python_dispatch import _disable_current_modes
 import triton
+from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
@@ -125,7 +125,7 @@ def pretend(device: str = "h200", cuda_version: str = "13.0") -> None:
     # fake CUDA tensor asks for one: lend it the no-op guard of the meta device.
     libc10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
     guards = (ctypes.c_void_p * 16).in_dll(libc10, "_ZN3c104impl26device_guard_impl_registryE")
-    guards[1] = guards[1] or guards[14]  # c10::DeviceType: CUDA, Meta
+    guards[1] = guards[14]  # c10::DeviceType: CUDA, Meta
     # Helion and Triton refuse TMA on a base whose alignment they cannot see, and tell fake
     # tensors by class name.  Give them an address: storages 256-byte aligned, as CUDA's are.
     fake_tensor.FakeTensor.__name__ = "PretendTensor"
@@ -317,6 +317,7 @@ class Job:
     """A Helion kernel bound to example arguments (see `fake`) on the pretended device."""
 
     def __init__(self, kernel: object, args: tuple[object, ...]) -> None:
+        """`kernel` is Helion's, or has the same `bind` and `normalize_args`."""
         assert _device is not None, "call pretend() first"
         _bind_as_real()
         self.args = kernel.normalize_args(*args)

@@ -3,8 +3,8 @@
     python tools/render_configs.py            write torch-ext/linear_attention/ops/_helion_aot_*.py
     python tools/render_configs.py --check    write nothing; exit 1 if a file is stale or a kernel has no entry
 
-A rendered file is self-contained (torch only, no relative imports).  For each kernel it defines `autotune_<kernel>(*args)`,
-the config of a call, and `key_<kernel>(*args)`, a number that tells calls with different configs apart.
+A rendered file is self-contained (torch only, no relative imports).  For each kernel it defines
+`autotune_<kernel>(*args)`, the config of a call, and `key_<kernel>(*args)`, a number that tells configs apart.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OPS = ROOT / "torch-ext" / "linear_attention" / "ops"
 CONFIGS = ROOT / "configs"
-ARCHITECTURES = {"sm90": (9, 0), "sm100": (10, 0)}
+REQUIRED = ("sm90", "sm100")
 ITEM_SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "i64": 8, "i32": 4}
 
 SELECTION = '''
@@ -101,6 +101,13 @@ def read(folder: str, module: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def safe_config(kernel: str, item_size: int, widths: list[int]) -> dict[str, object]:
+    """The safe config for a call whose first tensor has items of that size and whose tensors have those widths."""
+    module = next(module for module, names in kernels().items() if kernel in names)
+    row = item_size * max(1 << (n - 1).bit_length() for n in widths)
+    return next(limit["config"] for limit in read("default", module)[kernel] if row <= limit["row_bytes"])
+
+
 def render(module: str, architecture: str, names: list[str]) -> str:
     """The text of one rendered file; KeyError names a kernel without an entry."""
     store, safe = read(f"cuda_{architecture}", module), read("default", module)
@@ -115,13 +122,14 @@ def render(module: str, architecture: str, names: list[str]) -> str:
         "",
         "import torch",
         "",
-        f"CAPABILITY = {ARCHITECTURES[architecture]}",
+        f"CAPABILITY = {divmod(int(architecture[2:]), 10)}",
     ]
     for name in names:
-        entries = store.get("kernels", {}).get(name)
-        if not entries or name not in safe:
-            where = f"configs/cuda_{architecture}" if not entries else "configs/default"
-            raise KeyError(f"{where}/{module}.json has no entry for {name}")
+        entries = store.get("kernels", {}).get(name, [])
+        if name not in safe:
+            raise KeyError(f"configs/default/{module}.json has no entry for {name}")
+        if not entries and architecture in REQUIRED:
+            raise KeyError(f"configs/cuda_{architecture}/{module}.json has no entry for {name}")
         configs: list[str] = []
 
         def number(config: dict[str, object], configs: list[str] = configs) -> int:
@@ -151,9 +159,10 @@ def render(module: str, architecture: str, names: list[str]) -> str:
 
 
 def rendered_files() -> dict[pathlib.Path, str]:
+    architectures = {*REQUIRED, *(path.name.removeprefix("cuda_") for path in CONFIGS.glob("cuda_sm*"))}
     return {
         OPS / f"_helion_aot_{module}_cuda_{architecture}.py": render(module, architecture, names)
-        for module, names in kernels().items() for architecture in ARCHITECTURES
+        for module, names in kernels().items() for architecture in sorted(architectures)
     }
 
 

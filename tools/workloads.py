@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
 
+import render_configs
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -64,6 +66,11 @@ def run(operator: str, arguments: dict[str, object], backward: bool = True) -> t
     return o, final_state
 
 
+def kernel(module: str, name: str) -> object:
+    """The Kernel object `name` of a module of ops."""
+    return getattr(importlib.import_module(f"linear_attention.ops.{module}"), name)
+
+
 @contextlib.contextmanager
 def replaced(call: Callable) -> Iterator[None]:
     """Every kernel call inside becomes `call(kernel, args)`."""
@@ -77,15 +84,25 @@ def replaced(call: Callable) -> Iterator[None]:
         Kernel.__call__ = plain
 
 
-def recorded(operator: str, arguments: dict[str, object]) -> list[tuple[object, tuple]]:
-    """(kernel, arguments) of every kernel call of a forward and backward, on whatever device the inputs are."""
-    from linear_attention.ops._aot import Kernel
+_flexible: dict[str, object] = {}
 
-    plain, calls = Kernel.__call__, []
+
+def flexible(kernel: object) -> object:
+    """A Helion kernel for trying configs: bound to arguments, its `compile_config` takes any."""
+    import helion
+
+    if kernel.name not in _flexible:
+        _flexible[kernel.name] = helion.kernel(kernel.fn, disable_autotuner_heuristics=True, **kernel.settings)
+    return _flexible[kernel.name]
+
+
+def recorded(operator: str, arguments: dict[str, object]) -> list[tuple[object, tuple]]:
+    """(kernel, arguments) of every kernel call of a forward and backward on CUDA tensors, made with safe configs."""
+    calls = []
 
     def call(kernel: object, args: tuple) -> object:
         calls.append((kernel, args))
-        return plain(kernel, *args)
+        return flexible(kernel).bind(args).compile_config(safe_config(kernel, args))(*args)
 
     with replaced(call):
         run(operator, arguments)
@@ -109,26 +126,22 @@ def recorded_offline(operator: str, sizes: dict[str, int], **options: object) ->
         with torch.no_grad():
             args = tree_map_only(torch.Tensor, fake("cuda"), args)
             calls.append((kernel, args))
-            return tree_map_only(torch.Tensor, fake("cpu"), kernel.compiled(args, small_config(kernel, args))(*args))
+            host = flexible(kernel).bind(args).compile_config(safe_config(kernel, args), allow_print=False)
+            return tree_map_only(torch.Tensor, fake("cpu"), host(*args))
 
     with offline_compile.not_launching(), replaced(call):
         run(operator, inputs(operator, **sizes, **options))
     return calls
 
 
-_blocks: dict[str, int] = {}
-
-
-def small_config(kernel: object, args: tuple) -> dict[str, object]:
-    """Tiles of 16, four warps, no pipelining: what fits everywhere."""
-    if kernel.name not in _blocks:
-        _blocks[kernel.name] = len(kernel.helion.bind(args).config_spec.default_config().config.get("block_sizes", []))
-    blocks = {"block_sizes": [16] * _blocks[kernel.name]} if _blocks[kernel.name] else {}
-    return {**blocks, "indexing": "pointer", "num_stages": 1, "num_warps": 4}
+def safe_config(kernel: object, args: tuple) -> dict[str, object]:
+    """The config of configs/default for a call."""
+    return render_configs.safe_config(kernel.name, args[0].element_size(), [
+        n for x in args if isinstance(x, torch.Tensor) for n in x.shape[3:]])
 
 
 def describe(args: tuple) -> list[object]:
-    """Arguments in JSON, as `offline_compile.fake` reads them: "bf16[2,64]", "f32[4,64]@64,1" (strides), numbers, None."""
+    """Arguments in JSON, as `offline_compile.fake` reads them: "bf16[2,64]", "f32[4,64]@64,1" (strides), 0.5, None."""
     names = {dtype: name for name, dtype in DTYPES.items()}
 
     def text(x: object) -> object:

@@ -92,7 +92,7 @@ class Kernel:
     def __init__(self, fn: Callable, **settings: object) -> None:
         self.fn = fn
         self.name = fn.__name__
-        self._settings = {"static_shapes": False, **settings}
+        self.settings = {"static_shapes": False, **settings}
         self._fixed: dict[object, object] = {}
         self._runs: dict[tuple, Callable] = {}
         functools.update_wrapper(self, fn)
@@ -100,11 +100,11 @@ class Kernel:
     @functools.cached_property
     def helion(self) -> object:
         """The `helion.aot_kernel` object; binding and code generation need no GPU."""
-        return aot_kernel(**self._settings)(self.fn)
+        return aot_kernel(**self.settings)(self.fn)
 
     @functools.cached_property
     def _interpreted(self) -> object:
-        return helion.kernel(self.fn, ref_mode=helion.RefMode.EAGER, **self._settings)
+        return helion.kernel(self.fn, ref_mode=helion.RefMode.EAGER, **self.settings)
 
     def __call__(self, *args: object) -> object:
         key, pointers, device = [], [], None
@@ -152,7 +152,7 @@ class Kernel:
             fixed = {"config": config, "disable_autotuner_heuristics": True}
             if wide:
                 fixed["index_dtype"] = torch.int64
-            self._fixed[key] = helion.kernel(self.fn, **fixed, **self._settings)
+            self._fixed[key] = helion.kernel(self.fn, **fixed, **self.settings)
         return self._fixed[key].bind(args).compile_config(config)
 
     def config(self, *args: object) -> dict[str, object]:
