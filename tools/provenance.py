@@ -45,7 +45,7 @@ def torch_ext_tree(root: Path = ROOT) -> str:
 
 
 def configs_sha256(root: Path = ROOT) -> str:
-    """SHA-256 over the path and the content of every file in configs/."""
+    """SHA-256 over the path and the content of every JSON file in configs/."""
     digest = hashlib.sha256()
     for path in sorted(p for p in (root / "configs").rglob("*.json") if p.is_file()):
         content = path.read_bytes()
