@@ -225,7 +225,9 @@ def scalar_delta_bwd_kernel(
             hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_dkD).to(dk.dtype), extra_mask=rows)
         hl.store(dbeta, [i_b, i_t, i_h], b_dbeta.to(dbeta.dtype), extra_mask=live)
         if g is not None:
-            b_dg = hl.cumsum(b_x, 0, reverse=True) + (torch.cumsum(b_y, 0) - b_y) + b_z * torch.exp2(b_gl)
+            # an inclusive sum less y_t would lose the small y before a large one
+            b_before = torch.sum(torch.where(strict, b_y[None, :], 0.0), 1)
+            b_dg = hl.cumsum(b_x, 0, reverse=True) + b_before + b_z * torch.exp2(b_gl)
             hl.store(dg, [i_b, i_t, i_h], b_dg.to(dg.dtype), extra_mask=live)
     return dq, dk, dg, dbeta
 
