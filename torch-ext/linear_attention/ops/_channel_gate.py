@@ -92,7 +92,7 @@ def next_level(b_inner, b_outer, level, dtype, C):
     idx = hl.arange(C)
     upper = upper_half(level, C)
     b_f = masked_sums((idx[:, None] ^ idx[None, :]) == (1 << level), b_inner * b_outer, dtype)
-    b_f = torch.where(upper, b_inner, b_outer) * b_f
+    b_f = b_f * factor(b_inner, b_outer, level, C)
     return torch.where(upper, b_f, b_inner), torch.where(upper, b_outer, b_f)
 
 
