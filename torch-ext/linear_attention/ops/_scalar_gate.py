@@ -147,90 +147,105 @@ def scalar_bwd_state_kernel(
 
 
 @kernel(dot_precision="tf32x3")
-def scalar_bwd_kernel(
+def scalar_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, do: torch.Tensor,
     S: torch.Tensor, D: torch.Tensor, scale: float, C: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With P = scale (do v^T . decay), A = scale (q k^T . decay), both lower triangular:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With P = scale (do v^T . decay), lower triangular:
 
-        dq = scale 2^gc do S^T + P k      dk = 2^(gl - gc) v D^T + P^T q      dv = 2^(gl - gc) k D + A^T do
-        dg_t = sum_{i >= t} sum_{j < t} A_ij (do_i . v_j) + sum_{i >= t} x_i + sum_{j < t} y_j + 2^gl sum(S . D)
+        dq = scale 2^gc do S^T + P k      dk = 2^(gl - gc) v D^T + P^T q
+        dg_t = sum_{i >= t > j} P_ij q_i . k_j + sum_{i >= t} x_i + sum_{j < t} y_j + 2^gl sum(S . D)
 
     where x_i = q_i . dq_i and y_j = k_j . dk_j hold the terms through S and D alone.
 
-    q, k [B,T,H,K], v, do [B,T,H,V], g [B,T,H], S, D [B,NT,H,K,V] -> dq, dk, dv as q, k, v, dg fp32 [B,T,H]
-    (not written without a gate).
-    One program a head and chunk.
+    q, k [B,T,H,K], v, do [B,T,H,V], g [B,T,H], S, D [B,NT,H,K,V] -> dq, dk as q, k, dg fp32 [NK,B,T,H], a K tile each
+    (not written without a gate).  One program a head, chunk and K tile.
     """
     B, T, H, K = q.size()
     K, V = hl.specialize((K, v.size(3)))
-    dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    dk = torch.empty([B, T, H, K], dtype=k.dtype, device=q.device)
-    dv = torch.empty([B, T, H, V], dtype=v.dtype, device=q.device)
-    dg = torch.empty([B, T, H], dtype=torch.float32, device=q.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_bh, tile_t in hl.tile([B * H, T], block_size=[1, C]):
+    dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    dk = torch.empty([B, T, H, K], dtype=k.dtype, device=q.device)
+    dg = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=q.device)
+    for tile_bh, tile_t, tile_k in hl.tile([B * H, T, K], block_size=[1, C, BK]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
         i_c = tile_t.begin // C
+        b_p = hl.zeros([tile_t, tile_t], dtype=torch.float32)
+        b_dq = hl.zeros([tile_t, tile_k], dtype=torch.float32)
+        b_dk = hl.zeros([tile_t, tile_k], dtype=torch.float32)
+        b_SD = hl.zeros([tile_k], dtype=torch.float32)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_do = do[i_b, tile_t, i_h, tile_v]
+            b_v = v[i_b, tile_t, i_h, tile_v]
+            b_S = S[i_b, i_c, i_h, tile_k, tile_v]
+            b_D = D[i_b, i_c, i_h, tile_k, tile_v]
+            b_p = hl.dot(b_do, b_v.transpose(0, 1), acc=b_p)
+            b_dq = hl.dot(b_do, b_S.transpose(0, 1), acc=b_dq)
+            b_dk = hl.dot(b_v, b_D.transpose(0, 1), acc=b_dk)
+            if g is not None:
+                b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
+        b_q = q[i_b, tile_t, i_h, tile_k]
+        b_k = k[i_b, tile_t, i_h, tile_k]
         lower = tile_t.index[:, None] >= tile_t.index[None, :]
+        b_p = torch.where(lower, b_p * scale, 0.0)
+        b_dq = b_dq * scale
         if g is not None:
             b_g = log2_gate(g[i_b, tile_t, i_h])
             b_gc = torch.cumsum(b_g, 0)
             b_gl = torch.sum(b_g, 0)
-            b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
-            b_x = b_gc * 0.0
-            b_y = b_gc * 0.0
-            b_z = b_gl * 0.0
-        b_p = hl.zeros([tile_t, tile_t], dtype=torch.float32)
-        for tile_v in hl.tile(V, block_size=BV):
-            b_p = hl.dot(do[i_b, tile_t, i_h, tile_v], v[i_b, tile_t, i_h, tile_v].transpose(0, 1), acc=b_p)
-        b_p = torch.where(lower, b_p * scale, 0.0)
-        if g is not None:
             b_p = b_p * decay_tile(b_gc, lower)
-        b_pd = b_p.to(q.dtype)
-        b_a = hl.zeros([tile_t, tile_t], dtype=torch.float32)
-        for tile_k in hl.tile(K, block_size=BK):
-            b_dq = hl.zeros([tile_t, tile_k], dtype=torch.float32)
-            b_dk = hl.zeros([tile_t, tile_k], dtype=torch.float32)
-            for tile_v in hl.tile(V, block_size=BV):
-                b_S = S[i_b, i_c, i_h, tile_k, tile_v]
-                b_D = D[i_b, i_c, i_h, tile_k, tile_v]
-                b_dq = hl.dot(do[i_b, tile_t, i_h, tile_v], b_S.transpose(0, 1), acc=b_dq)
-                b_dk = hl.dot(v[i_b, tile_t, i_h, tile_v], b_D.transpose(0, 1), acc=b_dk)
-                if g is not None:
-                    b_z = b_z + torch.sum(torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1), 0)
-            b_q = q[i_b, tile_t, i_h, tile_k]
-            b_k = k[i_b, tile_t, i_h, tile_k]
-            b_dq = b_dq * scale
-            if g is not None:
-                b_dq = b_dq * torch.exp2(b_gc)[:, None]
-                b_dk = b_dk * b_rest[:, None]
-                b_x = b_x + torch.sum(b_dq * b_q.to(torch.float32), 1)
-                b_y = b_y + torch.sum(b_dk * b_k.to(torch.float32), 1)
-            b_a = hl.dot(b_q, b_k.transpose(0, 1), acc=b_a)
-            b_dq = hl.dot(b_pd, b_k, acc=b_dq)
-            b_dk = hl.dot(b_pd.transpose(0, 1), b_q, acc=b_dk)
-            dq[i_b, tile_t, i_h, tile_k] = b_dq.to(dq.dtype)
-            dk[i_b, tile_t, i_h, tile_k] = b_dk.to(dk.dtype)
-        if g is not None:
+            b_dq = b_dq * torch.exp2(b_gc)[:, None]
+            b_dk = b_dk * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
+            b_x = torch.sum(b_dq * b_q.to(torch.float32), 1)
+            b_y = torch.sum(b_dk * b_k.to(torch.float32), 1)
             strict = tile_t.index[:, None] > tile_t.index[None, :]
-            b_w = torch.where(strict, b_a * b_p, 0.0)
+            b_w = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
+            b_w = torch.where(strict, b_w * b_p, 0.0)
             b_x = b_x + (torch.sum(b_w, 1) - torch.sum(b_w, 0))
-            b_dg = hl.cumsum(b_x, 0, reverse=True) + (torch.cumsum(b_y, 0) - b_y)
-            dg[i_b, tile_t, i_h] = b_dg + b_z * torch.exp2(b_gl)
-            b_a = b_a * decay_tile(b_gc, lower)
-        b_a = torch.where(lower, b_a * scale, 0.0).to(q.dtype)
-        for tile_v in hl.tile(V, block_size=BV):
-            b_dv = hl.zeros([tile_t, tile_v], dtype=torch.float32)
-            for tile_k in hl.tile(K, block_size=BK):
-                b_dv = hl.dot(k[i_b, tile_t, i_h, tile_k], D[i_b, i_c, i_h, tile_k, tile_v], acc=b_dv)
-            if g is not None:
-                b_dv = b_dv * b_rest[:, None]
-            b_dv = hl.dot(b_a.transpose(0, 1), do[i_b, tile_t, i_h, tile_v], acc=b_dv)
-            dv[i_b, tile_t, i_h, tile_v] = b_dv.to(dv.dtype)
-    return dq, dk, dv, dg
+            b_y = torch.sum(torch.where(strict, b_y[None, :], 0.0), 1)
+            b_z = torch.sum(b_SD, 0) * torch.exp2(b_gl)
+            dg[tile_k.id, i_b, tile_t, i_h] = hl.cumsum(b_x, 0, reverse=True) + b_y + b_z
+        b_p = b_p.to(q.dtype)
+        dq[i_b, tile_t, i_h, tile_k] = hl.dot(b_p, b_k, acc=b_dq).to(dq.dtype)
+        dk[i_b, tile_t, i_h, tile_k] = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk).to(dk.dtype)
+    return dq, dk, dg
+
+
+@kernel(dot_precision="tf32x3")
+def scalar_bwd_v_kernel(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, do: torch.Tensor, D: torch.Tensor, scale: float,
+    C: hl.constexpr,
+) -> torch.Tensor:
+    """dv = 2^(gl - gc) k D + A^T do with A = scale (q k^T . decay), lower triangular.
+
+    q, k [B,T,H,K], g [B,T,H], do [B,T,H,V], D [B,NT,H,K,V] -> dv as do.  One program a head, chunk and V tile.
+    """
+    B, T, H, K = q.size()
+    K, V = hl.specialize((K, do.size(3)))
+    dv = torch.empty([B, T, H, V], dtype=do.dtype, device=q.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_t, tile_v in hl.tile([B * H, T, V], block_size=[1, C, BV]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        b_a = hl.zeros([tile_t, tile_t], dtype=torch.float32)
+        b_dv = hl.zeros([tile_t, tile_v], dtype=torch.float32)
+        for tile_k in hl.tile(K, block_size=BK):
+            b_k = k[i_b, tile_t, i_h, tile_k]
+            b_a = hl.dot(b_k, q[i_b, tile_t, i_h, tile_k].transpose(0, 1), acc=b_a)
+            b_dv = hl.dot(b_k, D[i_b, tile_t.begin // C, i_h, tile_k, tile_v], acc=b_dv)
+        upper = tile_t.index[:, None] <= tile_t.index[None, :]
+        b_a = torch.where(upper, b_a * scale, 0.0)
+        if g is not None:
+            b_g = log2_gate(g[i_b, tile_t, i_h])
+            b_gc = torch.cumsum(b_g, 0)
+            b_a = b_a * decay_tile(-b_gc, upper)
+            b_dv = b_dv * torch.exp2(torch.clamp(torch.sum(b_g, 0) - b_gc, max=0.0))[:, None]
+        b_dv = hl.dot(b_a.to(do.dtype), do[i_b, tile_t, i_h, tile_v], acc=b_dv)
+        dv[i_b, tile_t, i_h, tile_v] = b_dv.to(dv.dtype)
+    return dv
 
 
 def _chunk(q: torch.Tensor) -> int:
@@ -249,11 +264,12 @@ def scalar_gate_bwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, scale: float,
     do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in q's dtype, dg fp32 [B,T,H] (not written without a gate) and dh0 fp32 [B,H,K,V]."""
+    """dq, dk, dv in q's dtype, dg fp32 [NK,B,T,H] to be summed (not written without a gate), dh0 fp32 [B,H,K,V]."""
     C = _chunk(q)
     S = scalar_fwd_state_kernel(k, v, g, h0, C)
     D, dh0 = scalar_bwd_state_kernel(q, do, g, dht, scale, C)
-    dq, dk, dv, dg = scalar_bwd_kernel(q, k, v, g, do, S, D, scale, C)
+    dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, g, do, S, D, scale, C)
+    dv = scalar_bwd_v_kernel(q, k, g, do, D, scale, C)
     return dq, dk, dv, dg, dh0
 
 
@@ -275,7 +291,7 @@ class _ScalarGate(torch.autograd.Function):
             return (None,) * 6
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
         dq, dk, dv, dg, dh0 = scalar_gate_bwd(q, k, v, g, h0, ctx.scale, do, last_contiguous(dht))
-        dg = dg.to(g.dtype) if ctx.needs_input_grad[3] else None
+        dg = dg.sum(0).to(g.dtype) if ctx.needs_input_grad[3] else None
         dh0 = dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None
         return dq, dk, dv, dg, dh0, None
 
