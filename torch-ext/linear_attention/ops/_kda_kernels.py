@@ -96,7 +96,7 @@ def kda_solve_kernel(
         i_h = tile_bh.begin % H
         i_t = tile_c.begin * C + hl.arange(C)
         rows = (i_t < T)[:, None]
-        # a product gives L the layout of the matrix unit: in the layout of a load the substitution takes 4 times as many
+        # a product gives L the layout of the matrix unit: in a load's layout the substitution takes 4 times the
         # instructions
         b_0 = hl.zeros([C, C], dtype=torch.bfloat16)
         b_L = hl.dot(b_0, b_0, acc=hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows))
