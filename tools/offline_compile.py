@@ -10,7 +10,7 @@ As a library, in a process that has not yet used CUDA:
     oc.pretend("h200")                       # before or after `import helion`
     job = oc.Job(my_kernel, (oc.fake("bf16[2,1024,4,64]"), 64))
     print(job.source(config))                # Helion's Triton source
-    for report in job.screen([None, *job.random_configs(20)], jobs=2, timeout=120): ...
+    for config, report in job.screen([None, *job.random_configs(20)], jobs=2, timeout=120): ...
 
 Helion binds and generates code on fake CUDA tensors, the generated host function runs
 on those tensors, and every Triton launch is turned into Triton's own "warmup" compile
@@ -197,6 +197,11 @@ def fake(spec: str) -> object:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
 
+def fakes(specs: list[object]) -> tuple[object, ...]:
+    """Arguments of a kernel call: strings by `fake`, everything else as it is."""
+    return tuple(fake(x) if isinstance(x, str) else x for x in specs)
+
+
 @dataclasses.dataclass
 class Launch:
     """One compiled Triton kernel of a Helion kernel."""
@@ -351,7 +356,7 @@ class Job:
 
     def screen(self, configs: list[object], jobs: int = 2, timeout: float = 300.0,
                dump: pathlib.Path | None = None):
-        """Yield a Report per config, each compiled in a forked child that may crash or hang."""
+        """Yield each config and its Report, compiled in a forked child that may crash or hang."""
         context, queue, running = mp.get_context("fork"), list(enumerate(configs)), {}
 
         def work(sender: object, stderr: object, config: object, where: pathlib.Path | None) -> None:
@@ -387,7 +392,7 @@ class Job:
                     report.error = "\n".join([report.error, *reasons])[:4000]
                 child.kill(), child.join(), receiver.close(), stderr.close()
                 del running[receiver]
-                yield report
+                yield config, report
 
 
 def _load(target: str) -> object:
@@ -421,7 +426,7 @@ def main() -> None:
         options.config.remove("source")
     configs = [None if text == "default" else json.loads(text) for text in options.config]
     configs += job.random_configs(options.random, options.seed)
-    for report in job.screen(configs, options.jobs, options.timeout, options.dump):
+    for _, report in job.screen(configs, options.jobs, options.timeout, options.dump):
         print(json.dumps(dataclasses.asdict(report), default=str), flush=True)
 
 

@@ -2,6 +2,7 @@
 
     python tools/render_configs.py            write torch-ext/linear_attention/ops/_helion_aot_*.py
     python tools/render_configs.py --check    write nothing; exit 1 if a file is stale or a kernel has no entry
+    python tools/render_configs.py --sync     first give new kernels safe configs, and drop entries of kernels now gone
 
 A rendered file is self-contained (torch only, no relative imports).  For each kernel it defines
 `autotune_<kernel>(*args)`, the config of a call, and `key_<kernel>(*args)`, a number that tells configs apart.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import pathlib
 import re
@@ -37,8 +39,8 @@ def _pick(kernel, args):
         for tuned_form, sizes in kernel["tuned"].items():
             far = _distance(form, tuned_form)
             for tuned_size, number in sizes.items() if far is not None else ():
-                batch, tokens, heads = (abs(math.log2(max(a, 1) / b)) for a, b in zip(size, tuned_size))
-                rank = (*far, batch + heads + tokens / 2)
+                rows = math.log2(max(size[0] * size[2], 1) / (tuned_size[0] * tuned_size[2]))
+                rank = (*far, abs(rows) + abs(math.log2(max(size[1], 1) / tuned_size[1])) / 8)
                 if best is None or rank < best[0]:
                     best = rank, number
     if best is not None:
@@ -69,17 +71,22 @@ def _round_up(n):
 '''
 
 
-def kernels() -> dict[str, list[str]]:
+@functools.cache
+def functions() -> dict[str, list[ast.FunctionDef]]:
     """The kernels of each module of ops, in order: functions with the decorator `kernel(...)`."""
     found = {}
     for path in sorted(OPS.glob("*.py")):
-        tree = ast.parse(path.read_text())
-        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and any(
+        nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and any(
             isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "kernel"
             for call in node.decorator_list)]
-        if names:
-            found[path.stem] = names
+        if nodes:
+            found[path.stem] = nodes
     return found
+
+
+def kernels() -> dict[str, list[str]]:
+    """The names of the kernels of each module of ops."""
+    return {module: [node.name for node in nodes] for module, nodes in functions().items()}
 
 
 def form_of(args: list[object]) -> tuple[tuple[int, ...], tuple[object, ...]]:
@@ -101,11 +108,47 @@ def read(folder: str, module: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def safe_rows(kernel: str) -> list[dict[str, object]]:
+    return next(read("default", module)[kernel] for module, names in kernels().items() if kernel in names)
+
+
 def safe_config(kernel: str, item_size: int, widths: list[int]) -> dict[str, object]:
     """The safe config for a call whose first tensor has items of that size and whose tensors have those widths."""
-    module = next(module for module, names in kernels().items() if kernel in names)
     row = item_size * max(1 << (n - 1).bit_length() for n in widths)
-    return next(limit["config"] for limit in read("default", module)[kernel] if row <= limit["row_bytes"])
+    return next(limit["config"] for limit in safe_rows(kernel) if row <= limit["row_bytes"])
+
+
+def dump(store: dict[str, object]) -> str:
+    """A store in JSON, one run, one entry a line."""
+    kernels = ",\n".join(
+        f"    {json.dumps(name)}: [\n" + ",\n".join(f"      {json.dumps(entry)}" for entry in entries) + "\n    ]"
+        for name, entries in sorted(store["kernels"].items()))
+    runs = ",\n".join(f"    {json.dumps(run)}" for run in store["runs"])
+    return f'{{\n  "runs": [\n{runs}\n  ],\n  "kernels": {{\n{kernels}\n  }}\n}}\n'
+
+
+def sync() -> None:
+    """Tiles of 16 without pipelining for kernels that have no safe config; entries of kernels that are gone leave."""
+    for path in CONFIGS.glob("*/*.json"):
+        if path.stem not in functions():
+            path.unlink()
+    for module, nodes in functions().items():
+        safe = read("default", module)
+        rows = []
+        for node in nodes:
+            blocks = sum(ast.unparse(x.func) == "hl.register_block_size"
+                         for x in ast.walk(node) if isinstance(x, ast.Call))
+            old = [row for row in safe.get(node.name, []) if len(row["config"].get("block_sizes", [])) == blocks]
+            sizes = {"block_sizes": [16] * blocks} if blocks else {}
+            new = [{"row_bytes": limit, "config": {**sizes, "indexing": "pointer", "num_stages": 1, "num_warps": warps}}
+                   for limit, warps in ((256, 4), (1024, 8))]
+            text = ",\n".join(f"    {json.dumps(row)}" for row in old or new)
+            rows.append(f"  {json.dumps(node.name)}: [\n{text}\n  ]")
+        (CONFIGS / "default" / f"{module}.json").write_text("{\n" + ",\n".join(rows) + "\n}\n")
+        for path in CONFIGS.glob(f"cuda_*/{module}.json"):
+            store = json.loads(path.read_text())
+            store["kernels"] = {name: x for name, x in store["kernels"].items() if name in kernels()[module]}
+            path.write_text(dump(store))
 
 
 def render(module: str, architecture: str, names: list[str]) -> str:
@@ -169,7 +212,10 @@ def rendered_files() -> dict[pathlib.Path, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--sync", action="store_true")
     options = parser.parse_args()
+    if options.sync:
+        sync()
     try:
         files = rendered_files()
     except KeyError as error:

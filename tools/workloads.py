@@ -84,16 +84,23 @@ def replaced(call: Callable) -> Iterator[None]:
         Kernel.__call__ = plain
 
 
-_flexible: dict[str, object] = {}
+_flexible: dict[tuple[str, str], object] = {}
 
 
-def flexible(kernel: object) -> object:
-    """A Helion kernel for trying configs: bound to arguments, its `compile_config` takes any."""
+def flexible(kernel: object, indexing: str = "pointer") -> object:
+    """A Helion kernel for trying configs with that indexing: bound to arguments, its `compile_config` takes any.
+
+    Told that all configs use pointers, Helion leaves out the guards of tensor descriptors, which bind anew for other
+    sizes of B and H.
+    """
     import helion
 
-    if kernel.name not in _flexible:
-        _flexible[kernel.name] = helion.kernel(kernel.fn, disable_autotuner_heuristics=True, **kernel.settings)
-    return _flexible[kernel.name]
+    key = kernel.name, indexing
+    if key not in _flexible:
+        rows = render_configs.safe_rows(kernel.name)
+        pointers = {"configs": [row["config"] for row in rows]} if indexing == "pointer" else {}
+        _flexible[key] = helion.kernel(kernel.fn, disable_autotuner_heuristics=True, **pointers, **kernel.settings)
+    return _flexible[key]
 
 
 def recorded(operator: str, arguments: dict[str, object]) -> list[tuple[object, tuple]]:

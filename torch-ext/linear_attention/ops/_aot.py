@@ -7,6 +7,7 @@ nothing is ever searched, and no file is written in the user's folder.  With `HE
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -14,7 +15,7 @@ import os
 import pathlib
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import helion
 import torch
@@ -60,19 +61,33 @@ def _rendered(source: pathlib.Path, device: torch.device) -> types.ModuleType:
 def _reach(args: tuple) -> int:
     """The largest element offset in an argument, or in an output as large as these kernels make them.
 
-    An output has the arguments' rows with at most 64 columns, or a K x V state for every chunk.
+    An output has the arguments' rows with at most 64 columns, or a K x V state for every chunk; the chunk's length is an
+    integer argument or the width of the scores.
     """
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     inputs = max(sum((n - 1) * s for n, s in zip(x.shape, x.stride())) for x in tensors)
-    wide = [x for x in tensors if x.dim() == 4 and x.numel()]
-    rows = max((x.numel() // x.shape[-1] for x in wide), default=0)
-    width = max((x.shape[-1] for x in wide), default=0)
-    return max(inputs, rows * max(64, width * width // 16))
+    tokens = [x for x in tensors if x.dim() == 4 and x.numel()]
+    rows = max((x.numel() // x.shape[3] for x in tokens), default=0)
+    widths = [x.shape[3] for x in tokens]
+    chunks = [n for n in args if type(n) is int and n >= 16] or [n for n in widths if n in (16, 32, 64)]
+    state = max(widths, default=0) ** 2 // min(chunks) if chunks else 0
+    return max(inputs, rows * max(64, *widths, state))
 
 
 def _aliases(args: tuple) -> tuple[int, ...]:
     """For each argument the position of the first one that is the same object."""
     return tuple(next(i for i, y in enumerate(args) if y is x) for x in args)
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Helion points TRITON_CACHE_DIR, which all of the process reads, at a folder of its own: undo that."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("TRITON_CACHE_DIR", None)
 
 
 def _on_device(device: torch.device, run: Callable, *args: object) -> object:
@@ -132,7 +147,7 @@ class Kernel:
 
     def _resolve(self, args: tuple, device: torch.device) -> Callable:
         """The compiled callable for `args`; compiles only if Helion has not met their class with the same config."""
-        with _lock:
+        with _lock, _environment_kept():
             if len(self._runs) >= _KEPT:
                 self._runs.clear()
             if torch.cuda.device_count() == 1:
