@@ -61,8 +61,8 @@ def _rendered(source: pathlib.Path, device: torch.device) -> types.ModuleType:
 def _reach(args: tuple) -> int:
     """The largest element offset in an argument, or in an output as large as these kernels make them.
 
-    An output has the arguments' rows with at most 64 columns, or a K x V state for every chunk; the length of a chunk is
-    an integer argument or the width of the scores.
+    An output has the arguments' rows with at most 64 columns, or a K x V state for every chunk; a chunk's length is an
+    integer argument or the width of the scores.
     """
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     inputs = max(sum((n - 1) * s for n, s in zip(x.shape, x.stride())) for x in tensors)
