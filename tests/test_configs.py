@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 
 import pytest
 import render_configs
 import torch
+import tune
 
 KERNELS = [(module, name) for module, names in render_configs.kernels().items() for name in names]
 ARCHITECTURES = [pytest.param("sm90", (9, 0), id="sm90"), pytest.param("sm100", (10, 0), id="sm100")]
@@ -127,3 +129,43 @@ def test_selection(call, config, capability):
 def test_selection_on_another_gpu(capability):
     capability(8, 9)
     assert pick(B=8, T=1024, H=8, K=64, V=64) is SAFE
+
+
+def test_what_helion_collected_becomes_candidates(tmp_path):
+    path = tmp_path / "tuned_configs_cuda_sm90.json"
+    features = {"arg0_ndim": 4, "arg1_ndim": 4}
+    features |= {f"arg{n}_dim{d}": size for n in (0, 1) for d, size in enumerate((2, 100, 4, 64))}
+    features |= {"arg0_dtype": "torch.bfloat16", "arg1_dtype": "torch.float32"}
+    config = {"block_sizes": [32], "num_warps": 8, "num_stages": 2, "pid_type": "flat", "range_num_stages": [0],
+              "indexing": ["pointer", "tensor_descriptor", "tensor_descriptor"]}
+    path.write_text(json.dumps({"l2norm_fwd_kernel": [{"config": config, "shape_features": features}], "other": [{}]}))
+    assert tune.collected(path) == {"l2norm_fwd_kernel": [{
+        "args": ["bf16[2,100,4,64]", "f32[2,100,4,64]"],
+        "candidates": [{"config": {"block_sizes": [32], "num_warps": 8, "num_stages": 2, "pid_type": "flat",
+                                   "indexing": "tensor_descriptor"}}]}]}
+
+
+def test_a_stopped_run_goes_on(tmp_path):
+    """Entries are written one at a time; an entry that is not measured is measured, a measured one only again."""
+    derived = {"gpu": "NVIDIA H200", "measured": False, "date": "2026-01-01"}
+    measured = {**derived, "measured": True, "torch": "2", "triton": "3", "helion": "1"}
+    args = ["bf16[2,100,4,64]", "bf16[2,100,4,64]"]
+    tune.Store(tmp_path, derived).put("l2norm_fwd_kernel", {"args": args, "config": SAFE})
+    store = tune.Store(tmp_path, measured)
+    assert not store.measured("l2norm_fwd_kernel", args)
+    store.put("l2norm_fwd_kernel", {"args": args, "config": BF16, "ms": 1.0})
+    assert store.measured("l2norm_fwd_kernel", args) and not store.measured("l2norm_bwd_kernel", args)
+    written = json.loads((tmp_path / "_l2norm.json").read_text())
+    assert written == {"runs": [measured], "kernels": {
+        "l2norm_fwd_kernel": [{"args": args, "config": BF16, "ms": 1.0, "run": 0}]}}
+
+
+@pytest.mark.parametrize("change, reason", [
+    pytest.param(lambda x: x * (1 + 1e-3), "", id="rounding"),
+    pytest.param(lambda x: x * 1.01, "off by", id="scale"),
+    pytest.param(lambda x: x.index_fill(0, torch.tensor([7]), 0), "off by", id="a lost row"),
+    pytest.param(lambda x: x.index_fill(0, torch.tensor([7]), torch.nan), "not finite", id="not written"),
+])
+def test_wrong_numbers_are_not_kept(change, reason):
+    x = torch.randn(4096, 64)
+    assert reason in tune.wrong([change(x)], [x]) and bool(reason) == bool(tune.wrong([change(x)], [x]))

@@ -101,11 +101,38 @@ class Store:
             entry["run"] = used.index(entry["run"])
 
 
+def portable(config: dict[str, object]) -> dict[str, object]:
+    """A config without what fits only calls with the same optional tensors: a list of indexing modes has one a load."""
+    kept = {key: config[key] for key in ("block_sizes", "num_stages", "num_warps", "pid_type", "maxnreg")
+            if config.get(key) not in (None, [])}
+    modes = config.get("indexing", "pointer")
+    modes = [modes] if isinstance(modes, str) else modes
+    return {**kept, "indexing": max(sorted(set(modes)), key=modes.count)}
+
+
+def collected(path: pathlib.Path) -> dict[str, list[dict[str, object]]]:
+    """What `HELION_AOT_MODE=collect` recorded (tuned_configs_<gpu>.json), as a file of candidates."""
+    names = {str(dtype): name for name, dtype in workloads.DTYPES.items()}
+    arity = {node.name: len(node.args.args) for nodes in render_configs.functions().values() for node in nodes}
+    found: dict[str, list[dict[str, object]]] = {}
+    for kernel, records in json.loads(path.read_text()).items():
+        for record in records if kernel in arity else ():
+            features, args = record["shape_features"], []
+            for n in range(arity[kernel]):
+                shape = [features[f"arg{n}_dim{d}"] for d in range(features.get(f"arg{n}_ndim", 0))]
+                args.append(f"{names[features[f'arg{n}_dtype']]}[{','.join(map(str, shape))}]" if shape
+                            else features.get(f"arg{n}_scalar"))
+            found.setdefault(kernel, []).append(
+                {"args": args, "candidates": [{"config": portable(record["config"])}]})
+    return found
+
+
 def candidates(kernel: object, args: tuple, screened: dict[str, list]) -> list[dict[str, object]]:
     form = render_configs.form_of(workloads.describe(args))[1]
-    for group in screened.get(kernel.name, []):
-        if render_configs.form_of(group["args"])[1] == form:
-            return [found["config"] for found in group["candidates"]]
+    found = [x["config"] for group in screened.get(kernel.name, [])
+             if render_configs.form_of(group["args"])[1] == form for x in group["candidates"]]
+    if found:
+        return [config for n, config in enumerate(found) if config not in found[:n]]
     width = max(n for x in args if isinstance(x, torch.Tensor) for n in x.shape[3:])
     return grid(len(workloads.safe_config(kernel, args).get("block_sizes", [])), width)
 
@@ -315,6 +342,9 @@ def tune(options: argparse.Namespace) -> None:
               properties.total_memory, properties.shared_memory_per_block_optin // 1024,
               properties.max_threads_per_multi_processor)
     screened = json.loads(pathlib.Path(options.candidates).read_text()) if options.candidates else {}
+    for path in options.collected or ():
+        for name, groups in collected(pathlib.Path(path)).items():
+            screened.setdefault(name, []).extend(groups)
     pool = concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"))
     futures: dict[tuple[str, ...], concurrent.futures.Future] = {}
 
@@ -356,6 +386,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*")
     parser.add_argument("--kernels", default="", help="only kernels with this in their names")
     parser.add_argument("--candidates", help="file that --screen writes and a GPU run reads")
+    parser.add_argument("--collected", nargs="*", help="tuned_configs_*.json of HELION_AOT_MODE=collect: candidates")
     parser.add_argument("--screen", action="store_true")
     parser.add_argument("--derive", action="store_true")
     parser.add_argument("--device", default="h200", help="the GPU to compile for without having it")
