@@ -91,7 +91,8 @@ def next_level(b_inner, b_outer, level, dtype, C):
     """
     idx = hl.arange(C)
     upper = upper_half(level, C)
-    b_f = masked_sums((idx[:, None] ^ idx[None, :]) == (1 << level), b_inner * b_outer, dtype)
+    distance = (idx * 0 + 1) << level  # a tensor: torch 2.11 cannot trace a shift of the number 1
+    b_f = masked_sums((idx[:, None] ^ idx[None, :]) == distance[None, :], b_inner * b_outer, dtype)
     b_f = b_f * factor(b_inner, b_outer, level, C)
     return torch.where(upper, b_f, b_inner), torch.where(upper, b_outer, b_f)
 
