@@ -10,15 +10,19 @@ Each kernel call of a forward and backward is timed by itself, with the operator
 configs/cuda_<arch>/<module>.json one shape at a time: stop when you like, and run again to go on (`--again` measures
 what is there already).  Then tools/render_configs.py makes the files that the package reads.
 
-Candidates come from `--candidates FILE`, as `--screen` writes it, or else from a grid over block sizes, warps, stages
-and indexing.  Other processes compile them ahead, into Triton's cache, while this one measures.
+Candidates come from `--candidates FILE`, as `--screen` writes it with the generated code, or else from a grid over
+block sizes, warps, stages and indexing.  Other processes compile them ahead, into Triton's cache.
 """
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
 import datetime
+import functools
+import gzip
+import hashlib
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -26,6 +30,7 @@ import os
 import pathlib
 import re
 import sys
+import tempfile
 import time
 
 import render_configs
@@ -129,13 +134,52 @@ def collected(path: pathlib.Path) -> dict[str, list[dict[str, object]]]:
 
 
 def candidates(kernel: object, args: tuple, screened: dict[str, list]) -> list[dict[str, object]]:
+    """For a call, {"config", and "source" if the code is there already}: the safe config first."""
     form = render_configs.form_of(workloads.describe(args))[1]
-    found = [x["config"] for group in screened.get(kernel.name, [])
-             if render_configs.form_of(group["args"])[1] == form for x in group["candidates"]]
-    if found:
-        return [config for n, config in enumerate(found) if config not in found[:n]]
-    width = max(n for x in args if isinstance(x, torch.Tensor) for n in x.shape[3:])
-    return grid(len(workloads.safe_config(kernel, args).get("block_sizes", [])), width)
+    groups = [group for group in screened.get(kernel.name, []) if render_configs.form_of(group["args"])[1] == form]
+    safe = {"config": workloads.safe_config(kernel, args)}
+    found = [x for group in groups for x in group["candidates"]]
+    if not found:
+        width = max(n for x in args if isinstance(x, torch.Tensor) for n in x.shape[3:])
+        found = [{"config": config} for config in grid(len(safe["config"].get("block_sizes", [])), width)]
+    unique = {}
+    for x in [*(group["safe"] for group in groups if "safe" in group), safe, *found]:
+        unique.setdefault(str(sorted(x["config"].items())), x)
+    return list(unique.values())
+
+
+def read(path: pathlib.Path) -> dict[str, list]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        return json.load(file)
+
+
+def write(path: pathlib.Path, found: dict[str, list]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
+        json.dump(found, file, indent=1)
+
+
+@functools.cache
+def load(source: str, name: str) -> object:
+    """The host function `name` of a kernel's generated code."""
+    path = pathlib.Path(tempfile.gettempdir()) / "tuned-sources" / f"s{hashlib.sha256(source.encode()).hexdigest()}.py"
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists():
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(source)
+        part.replace(path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def compiled(kernel: object, args: tuple, candidate: dict[str, object]) -> object:
+    """The callable of a candidate, from its source if the file of candidates has that: Helion takes a second or two."""
+    if "source" in candidate:
+        return load(candidate["source"], kernel.name)
+    config = candidate["config"]
+    return workloads.flexible(kernel, config["indexing"]).bind(args).compile_config(config, allow_print=False)
 
 
 # ---- without a GPU
@@ -147,7 +191,7 @@ def screen(options: argparse.Namespace) -> None:
 
     offline_compile.pretend(options.device)
     path = pathlib.Path(options.candidates)
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = read(path) if path.exists() else {}
     for operator, sizes, l2norm in work(options):
         for kernel, args in workloads.recorded_offline(operator, sizes, l2norm=l2norm):
             described = workloads.describe(args)
@@ -159,10 +203,12 @@ def screen(options: argparse.Namespace) -> None:
             start = time.perf_counter()
             jobs = {indexing: offline_compile.Job(workloads.flexible(kernel, indexing), args)
                     for indexing in ("pointer", "tensor_descriptor")}
-            good, tried = _screened(jobs, candidates(kernel, args, {}), options.jobs)
-            groups.append({"operator": operator, "args": described, "candidates": good})
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(found, indent=1))
+            good, tried = _screened(jobs, [x["config"] for x in candidates(kernel, args, {})], options.jobs)
+            safe = {"config": workloads.safe_config(kernel, args)}
+            for x in [safe, *good]:
+                x["source"] = jobs[x["config"]["indexing"]].source(x["config"])
+            groups.append({"operator": operator, "args": described, "safe": safe, "candidates": good})
+            write(path, found)
             print(f"{operator} {kernel.name} {described}: {len(good)} of {tried} kept, "
                   f"{time.perf_counter() - start:.0f} s", flush=True)
 
@@ -210,15 +256,14 @@ def work(options: argparse.Namespace) -> list[tuple[str, dict[str, int], bool]]:
             for sizes in shapes(options.shapes).values() for operator in options.ops or workloads.OPERATORS]
 
 
-def _compile_ahead(device: tuple, module: str, name: str, described: list[object], config: dict[str, object]) -> str:
-    """In a worker: compile into Triton's cache; "" or the reason why the config is out."""
+def _compile_ahead(device: tuple, module: str, name: str, described: list[object], candidate: dict[str, object]) -> str:
+    """In a worker: compile into Triton's cache; "" or the reason why the candidate is out."""
     import offline_compile
 
     offline_compile.DEVICES["this"] = device
     offline_compile.pretend("this")
-    args = offline_compile.fakes(described)
-    kernel = workloads.flexible(workloads.kernel(module, name), config["indexing"])
-    report = offline_compile.Job(kernel, args).compile(config)
+    args, kernel = offline_compile.fakes(described), workloads.kernel(module, name)
+    report = offline_compile.report(lambda: compiled(kernel, args, candidate), args, candidate["config"])
     spill = max((x.spill_store_bytes for x in report.launches), default=0)
     return report.error[:200] or (f"spills {spill} bytes" if spill > 16 * SPILL else "")
 
@@ -282,25 +327,27 @@ def wrong(got: list[torch.Tensor], want: list[torch.Tensor]) -> str:
 def tune_call(
     kernel: object, args: tuple, ahead: list[tuple[dict[str, object], concurrent.futures.Future]]
 ) -> dict[str, object]:
-    """The store's entry for one kernel call: its fastest right config."""
-    def compiled(config: dict[str, object]) -> object:
-        run = workloads.flexible(kernel, config["indexing"]).bind(args).compile_config(config)
-        return lambda: run(*args)
-
-    safe = workloads.safe_config(kernel, args)
-    call = compiled(safe)
-    want, ms = _outputs(call), milliseconds(call)
-    best = {"args": workloads.describe(args), "config": safe, "ms": ms, "safe_ms": ms}
-    for config, future in ahead:
+    """The store's entry for one kernel call: its fastest right config; the first candidate is the safe one."""
+    best = {"args": workloads.describe(args)}
+    for candidate, future in ahead:
+        config = candidate["config"]
         try:
             reason = future.result(timeout=180)
-            if not reason:
-                call = compiled(config)
+            if not reason or "ms" not in best:
+                run = compiled(kernel, args, candidate)
+                call = lambda: run(*args)  # noqa: B023, E731
+                if "ms" not in best:
+                    want = _outputs(call)
+                    best |= {"config": config, "ms": milliseconds(call)}
+                    best["safe_ms"] = best["ms"]
+                    continue
                 ms = milliseconds(call, best["ms"])
                 reason = wrong(_outputs(call), want) if ms < best["ms"] else ""
         except torch.AcceleratorError:
             raise  # the context is gone
         except Exception as error:
+            if "ms" not in best:
+                raise
             reason = f"{type(error).__name__}: {error}"[:200]
         if reason:
             print(f"    {config}: {reason}", flush=True)
@@ -346,17 +393,17 @@ def tune(options: argparse.Namespace) -> None:
     device = (properties.name, properties.major * 10 + properties.minor, properties.multi_processor_count,
               properties.total_memory, properties.shared_memory_per_block_optin // 1024,
               properties.max_threads_per_multi_processor)
-    screened = json.loads(pathlib.Path(options.candidates).read_text()) if options.candidates else {}
+    screened = read(pathlib.Path(options.candidates)) if options.candidates else {}
     for path in options.collected or ():
         for name, groups in collected(pathlib.Path(path)).items():
             screened.setdefault(name, []).extend(groups)
     pool = concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"))
     futures: dict[tuple[str, ...], concurrent.futures.Future] = {}
 
-    def ahead(module: str, name: str, described: list[object], config: dict[str, object]) -> concurrent.futures.Future:
-        key = name, _class(described), str(config)
+    def ahead(name: str, described: list[object], candidate: dict[str, object]) -> concurrent.futures.Future:
+        key = name, _class(described), str(candidate["config"])
         if key not in futures:
-            futures[key] = pool.submit(_compile_ahead, device, module, name, described, config)
+            futures[key] = pool.submit(_compile_ahead, device, store.modules[name], name, described, candidate)
         return futures[key]
 
     done = 0
@@ -364,18 +411,18 @@ def tune(options: argparse.Namespace) -> None:
         for name, groups in screened.items():  # before anything is known about their sizes: workers start at once
             for group in groups if options.kernels in name and name in store.modules else ():
                 if group.get("operator") in (options.ops or workloads.OPERATORS):
-                    for found in group["candidates"]:
-                        ahead(store.modules[name], name, group["args"], found["config"])
+                    for candidate in [group["safe"], *group["candidates"]]:
+                        ahead(name, group["args"], candidate)
         for operator, sizes, l2norm in work(options):
             size = "_".join(f"{key}{n}" for key, n in sizes.items())
             calls = {}
             arguments = workloads.inputs(operator, **sizes, device="cuda", l2norm=l2norm)
-            for kernel, args in workloads.recorded(operator, arguments):
+            for kernel, args in workloads.recorded(operator, arguments, lambda kernel, args: compiled(
+                    kernel, args, candidates(kernel, args, screened)[0])(*args)):
                 described = workloads.describe(args)
                 if options.kernels in kernel.name and (options.again or not store.measured(kernel.name, described)):
                     calls.setdefault((kernel.name, str(render_configs.form_of(described))), (kernel, args, [
-                        (config, ahead(store.modules[kernel.name], kernel.name, described, config))
-                        for config in candidates(kernel, args, screened)]))
+                        (x, ahead(kernel.name, described, x)) for x in candidates(kernel, args, screened)]))
             del arguments
             for kernel, args, configs in calls.values():
                 if time.perf_counter() - begin > options.budget_s:
