@@ -81,7 +81,7 @@ def test_measured_entries_say_where():
         for module in render_configs.kernels():
             for run in render_configs.read(f"cuda_{architecture}", module)["runs"]:
                 assert {"gpu", "measured", "date"} <= run.keys()
-                assert not run["measured"] or {"torch", "triton", "helion"} <= run.keys()
+                assert not run["measured"] or {"torch", "triton", "helion"} <= run["versions"].keys()
 
 
 TABLE = {
@@ -148,7 +148,7 @@ def test_what_helion_collected_becomes_candidates(tmp_path):
 def test_a_stopped_run_goes_on(tmp_path):
     """Entries are written one at a time; an entry that is not measured is measured, a measured one only again."""
     derived = {"gpu": "NVIDIA H200", "measured": False, "date": "2026-01-01"}
-    measured = {**derived, "measured": True, "torch": "2", "triton": "3", "helion": "1"}
+    measured = {**derived, "measured": True, "versions": {"torch": "2", "triton": "3", "helion": "1"}}
     args = ["bf16[2,100,4,64]", "bf16[2,100,4,64]"]
     tune.Store(tmp_path, derived).put("l2norm_fwd_kernel", {"args": args, "config": SAFE})
     store = tune.Store(tmp_path, measured)

@@ -65,6 +65,10 @@ def shapes(names: list[str] | None) -> dict[str, dict[str, int]]:
     return found
 
 
+def wanted(kernel: str, options: argparse.Namespace) -> bool:
+    return any(part in kernel for part in options.kernels)
+
+
 class Store:
     """configs/cuda_<arch>/<module>.json of one architecture; every change is written at once."""
 
@@ -80,7 +84,7 @@ class Store:
     def measured(self, kernel: str, args: list[object]) -> bool:
         store = self._read(kernel)
         key = render_configs.form_of(args)
-        return any(render_configs.form_of(entry["args"]) == key and store["runs"][entry["run"]]["measured"]
+        return any(render_configs.form_of(entry["args"]) == key and entry.get("ms") is not None
                    for entry in store["kernels"].get(kernel, []))
 
     def put(self, kernel: str, entry: dict[str, object]) -> None:
@@ -197,7 +201,7 @@ def screen(options: argparse.Namespace) -> None:
             described = workloads.describe(args)
             form = render_configs.form_of(described)[1]
             groups = found.setdefault(kernel.name, [])
-            if options.kernels not in kernel.name or any(
+            if not wanted(kernel.name, options) or any(
                     render_configs.form_of(group["args"])[1] == form for group in groups):
                 continue
             start = time.perf_counter()
@@ -389,7 +393,7 @@ def tune(options: argparse.Namespace) -> None:
     architecture = f"sm{properties.major}{properties.minor}"
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "helion")}
     store = Store(pathlib.Path(options.out) / f"cuda_{architecture}", {
-        "gpu": properties.name, "measured": True, "date": datetime.date.today().isoformat(), **versions})
+        "gpu": properties.name, "measured": True, "date": datetime.date.today().isoformat(), "versions": versions})
     device = (properties.name, properties.major * 10 + properties.minor, properties.multi_processor_count,
               properties.total_memory, properties.shared_memory_per_block_optin // 1024,
               properties.max_threads_per_multi_processor)
@@ -409,7 +413,7 @@ def tune(options: argparse.Namespace) -> None:
     done = 0
     try:
         for name, groups in screened.items():  # before anything is known about their sizes: workers start at once
-            for group in groups if options.kernels in name and name in store.modules else ():
+            for group in groups if wanted(name, options) and name in store.modules else ():
                 if group.get("operator") in (options.ops or workloads.OPERATORS):
                     for candidate in [group["safe"], *group["candidates"]]:
                         ahead(name, group["args"], candidate)
@@ -420,7 +424,7 @@ def tune(options: argparse.Namespace) -> None:
             for kernel, args in workloads.recorded(operator, arguments, lambda kernel, args: compiled(
                     kernel, args, candidates(kernel, args, screened)[0])(*args)):
                 described = workloads.describe(args)
-                if options.kernels in kernel.name and (options.again or not store.measured(kernel.name, described)):
+                if wanted(kernel.name, options) and (options.again or not store.measured(kernel.name, described)):
                     calls.setdefault((kernel.name, str(render_configs.form_of(described))), (kernel, args, [
                         (x, ahead(kernel.name, described, x)) for x in candidates(kernel, args, screened)]))
             del arguments
@@ -441,7 +445,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", nargs="*", choices=workloads.OPERATORS)
     parser.add_argument("--shapes", nargs="*")
-    parser.add_argument("--kernels", default="", help="only kernels with this in their names")
+    parser.add_argument("--kernels", nargs="*", default=[""], help="only kernels with one of these in their names")
     parser.add_argument("--candidates", help="file that --screen writes and a GPU run reads")
     parser.add_argument("--collected", nargs="*", help="tuned_configs_*.json of HELION_AOT_MODE=collect: candidates")
     parser.add_argument("--screen", action="store_true")
