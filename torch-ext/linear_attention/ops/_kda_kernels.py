@@ -68,7 +68,7 @@ def kda_scores_kernel(
             hl.store(kg, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_outer).to(kg.dtype), extra_mask=rows)
         b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
         hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
-        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)
+        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)
         b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
         hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=rows)
     return A, L, qg, kb, kg, gl
@@ -102,7 +102,7 @@ def kda_solve_kernel(
         b_L = hl.dot(b_0, b_0, acc=hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows))
         b_X = unit_lower_inverse(b_L, C).to(v.dtype)
         hl.store(X, [i_b, i_t, i_h, hl.arange(C)], b_X, extra_mask=rows)
-        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)[:, None]
+        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
         for tile_k in hl.tile(K, block_size=BK):
             b_k = hl.load(kb, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             b_w = hl.dot(b_X, (b_k.to(torch.float32) * b_beta).to(v.dtype), out_dtype=torch.float32)
@@ -140,7 +140,7 @@ def kda_bwd_v_kernel(
         i_t = tile_c.begin * C + hl.arange(C)
         rows = (i_t < T)[:, None]
         b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows).transpose(0, 1)
-        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)[:, None]
+        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
         b_dA = hl.zeros([C, C], dtype=torch.float32)
         b_dL = hl.zeros([C, C], dtype=torch.float32)
         b_dbeta = hl.zeros([C], dtype=torch.float32)
@@ -195,7 +195,7 @@ def kda_bwd_qk_kernel(
         b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
         b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
         b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
-        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=i_t < T).to(torch.float32)[:, None]
+        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
         b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
         b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
         b_dq, b_dk = first_gradients(b_q, b_k, b_dA, C)

@@ -20,19 +20,20 @@ import torch
 
 from ._aot import kernel
 from ._delta import delta_bwd_state_kernel, delta_fwd_o_kernel, delta_fwd_state_kernel
+from ._gates import gate_cumsum_kernel
 from ._host import last_contiguous, over_values
 from ._l2norm import l2norm
-from ._tile import decay_tile, log2_gate, unit_lower_inverse
+from ._tile import decay_tile, unit_lower_inverse
 
 
 @kernel(dot_precision="tf32x3")
 def scalar_delta_prepare_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor, C: hl.constexpr
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, beta: torch.Tensor, C: hl.constexpr
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """[w, u] = X beta [2^gc k, v] with X = (I + L)^-1, the scores A, and qg = 2^gc q, kg = 2^(gl - gc) k.
 
-    q, k [B,T,H,K], v [B,T,H,V], g, beta [B,T,H] -> qg, kg, w [B,T,H,K], u [B,T,H,V], A, X [B,T,H,C], all in q's dtype,
-    gl fp32 [B,NT,H].  Without a gate qg, kg and gl are not written.  One program a head and chunk.
+    q, k [B,T,H,K], v [B,T,H,V], gc fp32, beta [B,T,H] -> qg, kg, w [B,T,H,K], u [B,T,H,V], A, X [B,T,H,C], all in q's
+    dtype.  Without a gate qg and kg are not written.  One program a head and chunk.
     """
     B, T, H, K = k.size()
     K, V = hl.specialize((K, v.size(3)))
@@ -43,7 +44,6 @@ def scalar_delta_prepare_kernel(
     u = torch.empty([B, T, H, V], dtype=k.dtype, device=k.device)
     A = torch.empty([B, T, H, C], dtype=k.dtype, device=k.device)
     X = torch.empty([B, T, H, C], dtype=k.dtype, device=k.device)
-    gl = torch.empty([B, NT, H], dtype=torch.float32, device=k.device)
     for i_bh, i_c in hl.grid([B * H, NT]):
         i_b = i_bh // H
         i_h = i_bh % H
@@ -51,23 +51,21 @@ def scalar_delta_prepare_kernel(
         i_t = i_c * C + idx
         i_k = hl.arange(K)
         i_v = hl.arange(V)
-        live = i_t < T
-        rows = live[:, None]
+        rows = (i_t < T)[:, None]
         b_k = hl.load(k, [i_b, i_t, i_h, i_k], extra_mask=rows)
         b_q = hl.load(q, [i_b, i_t, i_h, i_k], extra_mask=rows)
-        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=live).to(torch.float32)
+        i_s = torch.clamp(i_t, max=T - 1)  # for one value a row: the compiler branches around a masked load of these
+        b_beta = hl.load(beta, [i_b, i_s, i_h]).to(torch.float32)
         b_A = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
         b_L = hl.dot(b_k, b_k.transpose(0, 1), out_dtype=torch.float32) * b_beta[:, None]
         lower = idx[:, None] >= idx[None, :]
         strict = idx[:, None] > idx[None, :]
-        if g is None:
+        if gc is None:
             b_A = torch.where(lower, b_A, 0.0)
             b_L = torch.where(strict, b_L, 0.0)
         else:
-            b_g = log2_gate(hl.load(g, [i_b, i_t, i_h], extra_mask=live))
-            b_gc = torch.cumsum(b_g, 0)
-            b_gl = torch.sum(b_g, 0)
-            gl[i_b, i_c, i_h] = b_gl
+            b_gc = hl.load(gc, [i_b, i_s, i_h])
+            b_gl = hl.load(gc, [i_b, min(i_c * C + C, T) - 1, i_h])
             b_decay = decay_tile(b_gc, lower)
             b_A = b_A * b_decay
             b_L = torch.where(strict, b_L * b_decay, 0.0)
@@ -84,11 +82,11 @@ def scalar_delta_prepare_kernel(
         b_Xb = b_X * b_beta[None, :]
         b_u = hl.dot(b_Xb.to(v.dtype), b_v, out_dtype=torch.float32)
         hl.store(u, [i_b, i_t, i_h, i_v], b_u.to(u.dtype), extra_mask=rows)
-        if g is not None:
+        if gc is not None:
             b_Xb = b_Xb * b_from[None, :]
         b_w = hl.dot(b_Xb.to(k.dtype), b_k, out_dtype=torch.float32)
         hl.store(w, [i_b, i_t, i_h, i_k], b_w.to(w.dtype), extra_mask=rows)
-    return qg, kg, w, u, A, X, gl
+    return qg, kg, w, u, A, X
 
 
 @kernel(dot_precision="tf32x3")
@@ -112,7 +110,7 @@ def scalar_delta_bwd_v_kernel(
         i_t = i_c * C + hl.arange(C)
         live = i_t < T
         rows = live[:, None]
-        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=live).to(torch.float32)
+        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)
         b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows).transpose(0, 1)
         b_rv = hl.zeros([C], dtype=torch.float32)
         for tile_v in hl.tile(V, block_size=BV):
@@ -128,7 +126,7 @@ def scalar_delta_bwd_v_kernel(
 
 @kernel(dot_precision="tf32x3")
 def scalar_delta_bwd_kernel(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor, n: torch.Tensor, S: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor | None, beta: torch.Tensor, n: torch.Tensor, S: torch.Tensor,
     do: torch.Tensor, D: torch.Tensor, r: torch.Tensor, rv: torch.Tensor, scale: float, C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of a chunk but dv.  With decay_ij = 2^(gc_i - gc_j) and db the gradient of beta k through w and S:
@@ -143,7 +141,7 @@ def scalar_delta_bwd_kernel(
     of dk . k through D.  The sum of W is taken as that of its row sums less its column sums over i >= t, exactly zero
     where no gradient comes in.  The division by beta is only notation.
 
-    q, k [B,T,H,K], n, do, r [B,T,H,V], g, beta, rv [B,T,H], S, D [B,NT,H,K,V]
+    q, k [B,T,H,K], n, do, r [B,T,H,V], gc, beta, rv [B,T,H], S, D [B,NT,H,K,V]
     -> dq, dk as q, k, dbeta as beta, dg fp32 [B,T,H], which is not written without a gate.
     One program a head and chunk, in tiles of K.  r is loaded, not made here: its tile would not fit the registers.
     """
@@ -165,17 +163,17 @@ def scalar_delta_bwd_kernel(
         rows = live[:, None]
         lower = idx[:, None] >= idx[None, :]
         strict = idx[:, None] > idx[None, :]
-        b_beta = hl.load(beta, [i_b, i_t, i_h], extra_mask=live).to(torch.float32)
+        i_s = torch.clamp(i_t, max=T - 1)
+        b_beta = hl.load(beta, [i_b, i_s, i_h]).to(torch.float32)
         b_r = hl.load(r, [i_b, i_t, i_h, i_v], extra_mask=rows)
-        b_dbeta = hl.load(rv, [i_b, i_t, i_h], extra_mask=live)
+        b_dbeta = hl.load(rv, [i_b, i_s, i_h])
         b_n = hl.load(n, [i_b, i_t, i_h, i_v], extra_mask=rows)
         b_do = hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=rows)
         b_P = torch.where(lower, hl.dot(b_do, b_n.transpose(0, 1), out_dtype=torch.float32) * scale, 0.0)
         b_G = torch.where(strict, -hl.dot(b_r, b_n.transpose(0, 1), out_dtype=torch.float32), 0.0)
-        if g is not None:
-            b_g = log2_gate(hl.load(g, [i_b, i_t, i_h], extra_mask=live))
-            b_gc = torch.cumsum(b_g, 0)
-            b_gl = torch.sum(b_g, 0)
+        if gc is not None:
+            b_gc = hl.load(gc, [i_b, i_s, i_h])
+            b_gl = hl.load(gc, [i_b, min(i_c * C + C, T) - 1, i_h])
             b_from = torch.exp2(b_gc)
             b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
             b_decay = decay_tile(b_gc, lower)
@@ -188,12 +186,12 @@ def scalar_delta_bwd_kernel(
         for tile_k in hl.tile(K, block_size=BK):
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             b_kk = hl.dot(b_k, b_k.transpose(0, 1), acc=b_kk)
-            if g is not None:
+            if gc is not None:
                 b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
                 b_qk = hl.dot(b_q, b_k.transpose(0, 1), acc=b_qk)
         b_kk = b_kk * b_G
         b_dbeta = b_dbeta + torch.sum(b_kk, 1)
-        if g is not None:
+        if gc is not None:
             b_W = b_kk * b_beta[:, None] + torch.where(strict, b_P * b_qk, 0.0)
             b_x = torch.sum(b_W, 1) - torch.sum(b_W, 0)
         b_p = b_P.to(q.dtype)
@@ -203,14 +201,14 @@ def scalar_delta_bwd_kernel(
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             b_S = S[i_b, i_c, i_h, tile_k, :]
             b_dk = -hl.dot(b_r, b_S.transpose(0, 1), out_dtype=torch.float32)
-            if g is not None:
+            if gc is not None:
                 b_dk = b_dk * b_from[:, None]
             b_dbk = torch.sum(b_dk * b_k.to(torch.float32), 1)
             b_dbeta = b_dbeta + b_dbk
             b_dk = hl.dot(b_gg, b_k, acc=b_dk * b_beta[:, None])
             b_dq = hl.dot(b_do, b_S.transpose(0, 1), out_dtype=torch.float32) * scale
             b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            if g is not None:
+            if gc is not None:
                 b_dq = b_dq * b_from[:, None]
                 b_x = b_x + b_beta * b_dbk + torch.sum(b_dq * b_q.to(torch.float32), 1)
             b_dq = hl.dot(b_p, b_k, acc=b_dq)
@@ -218,16 +216,15 @@ def scalar_delta_bwd_kernel(
             b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
             b_D = D[i_b, i_c, i_h, tile_k, :]
             b_dkD = hl.dot(b_n, b_D.transpose(0, 1), out_dtype=torch.float32)
-            if g is not None:
+            if gc is not None:
                 b_dkD = b_dkD * b_rest[:, None]
                 b_y = b_y + torch.sum(b_dkD * b_k.to(torch.float32), 1)
                 b_z = b_z + torch.sum(torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1), 0)
             hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_dkD).to(dk.dtype), extra_mask=rows)
         hl.store(dbeta, [i_b, i_t, i_h], b_dbeta.to(dbeta.dtype), extra_mask=live)
-        if g is not None:
-            # an inclusive sum less y_t would lose the small y before a large one
-            b_before = torch.sum(torch.where(strict, b_y[None, :], 0.0), 1)
-            b_dg = hl.cumsum(b_x, 0, reverse=True) + b_before + b_z * torch.exp2(b_gl)
+        if gc is not None:
+            upper = idx[:, None] <= idx[None, :]
+            b_dg = torch.sum(torch.where(upper, b_x[None, :], b_y[None, :]), 1) + b_z * torch.exp2(b_gl)
             hl.store(dg, [i_b, i_t, i_h], b_dg.to(dg.dtype), extra_mask=live)
     return dq, dk, dg, dbeta
 
@@ -238,11 +235,12 @@ def _chunk(q: torch.Tensor) -> int:
 
 
 def _prepare(q, k, v, g, beta):
-    """qg, kg, w, u, A, X and gl, spread over K as the walks take it; without a gate q, k, ... and None."""
-    qg, kg, w, u, A, X, gl = scalar_delta_prepare_kernel(q, k, v, g, beta, _chunk(q))
+    """qg, kg, w, u, A, X, gc, and gl spread over K as the walks take it; without a gate q, k, ... and twice None."""
     if g is None:
-        return q, k, w, u, A, X, None
-    return qg, kg, w, u, A, X, gl[..., None].expand(-1, -1, -1, q.size(-1))
+        return q, k, *scalar_delta_prepare_kernel(q, k, v, None, beta, _chunk(q))[2:], None, None
+    gc, gl = gate_cumsum_kernel(g, _chunk(q))
+    gl = gl[..., None].expand(-1, -1, -1, q.size(-1))
+    return *scalar_delta_prepare_kernel(q, k, v, gc, beta, _chunk(q)), gc, gl
 
 
 def scalar_delta_fwd(
@@ -250,7 +248,7 @@ def scalar_delta_fwd(
     h0: torch.Tensor | None, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B,T,H,V] in v's dtype and ht fp32 [B,H,K,V]."""
-    qg, kg, w, u, A, _, gl = _prepare(q, k, v, g, beta)
+    qg, kg, w, u, A, _, _, gl = _prepare(q, k, v, g, beta)
     return delta_fwd_o_kernel(qg, kg, w, u, A, gl, h0, scale)
 
 
@@ -259,14 +257,14 @@ def scalar_delta_bwd(
     h0: torch.Tensor | None, scale: float, do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg (None without a gate), dbeta in their inputs' dtypes and dh0 in fp32."""
-    qg, kg, w, u, A, X, gl = _prepare(q, k, v, g, beta)
+    qg, kg, w, u, A, X, gc, gl = _prepare(q, k, v, g, beta)
     S, n = delta_fwd_state_kernel(kg, w, u, gl, h0, _chunk(q))
     del u
     D, dn, dh0 = delta_bwd_state_kernel(qg, kg, w, A, do, gl, dht, scale)
     del qg, kg, w, A
     r, dv, rv = scalar_delta_bwd_v_kernel(v, beta, X, dn)
     del X, dn
-    dq, dk, dg, dbeta = scalar_delta_bwd_kernel(q, k, g, beta, n, S, do, D, r, rv, scale, _chunk(q))
+    dq, dk, dg, dbeta = scalar_delta_bwd_kernel(q, k, gc, beta, n, S, do, D, r, rv, scale, _chunk(q))
     return dq, dk, dv, None if g is None else dg.to(g.dtype), dbeta, dh0
 
 

@@ -12,7 +12,7 @@ and backwards, with D the gradient of the state at the chunk's end:
 
 The forward walks along each sequence with the state on chip and writes no state.  The backward walks once each way to
 write S and D for every chunk; then all chunks are independent.  `g` is a natural logarithm of any strides (retention
-expands one value a head over all tokens); without a gate it is None.
+expands one value a head over all tokens); without a gate it is None.  `_gates.py` makes gc of it, for all kernels.
 """
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ import helion.language as hl
 import torch
 
 from ._aot import kernel
+from ._gates import gate_cumsum_kernel
 from ._host import last_contiguous, over_values
-from ._tile import decay_tile, log2_gate
+from ._tile import decay_tile
 
 
 @kernel(dot_precision="tf32x3")
 def scalar_fwd_o_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, h0: torch.Tensor | None,
     scale: float, C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = scale (2^gc q S + (q k^T . decay) v);  S <- 2^gl S + k^T (2^(gl - gc) v).
 
-    q, k [B,T,H,K], v [B,T,H,V], g [B,T,H], h0 [B,H,K,V] -> o [B,T,H,V], ht fp32 [B,H,K,V].
+    q, k [B,T,H,K], v [B,T,H,V], gc fp32 [B,T,H], h0 [B,H,K,V] -> o [B,T,H,V], ht fp32 [B,H,K,V].
     One program a head and V tile.
     """
     B, T, H, K = q.size()
@@ -53,18 +54,17 @@ def scalar_fwd_o_kernel(
             lower = tile_t.index[:, None] >= tile_t.index[None, :]
             b_a = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
             b_o = hl.dot(b_q, b_S.to(b_q.dtype), out_dtype=torch.float32)
-            if g is None:
+            if gc is None:
                 b_a = torch.where(lower, b_a, 0.0)
             else:
-                b_g = log2_gate(g[i_b, tile_t, i_h])
-                b_gc = torch.cumsum(b_g, 0)
-                b_gl = torch.sum(b_g, 0)
+                b_gc = hl.load(gc, [i_b, torch.clamp(tile_t.index, max=T - 1), i_h])
+                b_gl = gc[i_b, tile_t.end - 1, i_h]
                 b_a = b_a * decay_tile(b_gc, lower)
                 b_o = b_o * torch.exp2(b_gc)[:, None]
                 b_S = b_S * torch.exp2(b_gl)
             b_o = hl.dot(b_a.to(b_v.dtype), b_v, acc=b_o)
             o[i_b, tile_t, i_h, tile_v] = (b_o * scale).to(o.dtype)
-            if g is not None:
+            if gc is not None:
                 b_v = (b_v.to(torch.float32) * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]).to(v.dtype)
             b_S = hl.dot(b_k.transpose(0, 1), b_v, acc=b_S)
         ht[i_b, i_h, :, tile_v] = b_S
@@ -73,11 +73,11 @@ def scalar_fwd_o_kernel(
 
 @kernel(dot_precision="tf32x3")
 def scalar_fwd_state_kernel(
-    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, C: hl.constexpr
+    k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, h0: torch.Tensor | None, C: hl.constexpr
 ) -> torch.Tensor:
     """S <- 2^gl S + k^T (2^(gl - gc) v), written before each chunk.
 
-    k [B,T,H,K], v [B,T,H,V], g [B,T,H], h0 [B,H,K,V] -> S [B,NT,H,K,V] in k's dtype.
+    k [B,T,H,K], v [B,T,H,V], gc fp32 [B,T,H], h0 [B,H,K,V] -> S [B,NT,H,K,V] in k's dtype.
     One program a head, K tile and V tile.
     """
     B, T, H, K = k.size()
@@ -96,11 +96,11 @@ def scalar_fwd_state_kernel(
             S[i_b, tile_t.begin // C, i_h, tile_k, tile_v] = b_S.to(S.dtype)
             b_k = k[i_b, tile_t, i_h, tile_k]
             b_v = v[i_b, tile_t, i_h, tile_v]
-            if g is not None:
-                b_g = log2_gate(g[i_b, tile_t, i_h])
-                b_gl = torch.sum(b_g, 0)
+            if gc is not None:
+                b_gl = gc[i_b, tile_t.end - 1, i_h]
                 b_S = b_S * torch.exp2(b_gl)
-                b_rest = torch.exp2(torch.clamp(b_gl - torch.cumsum(b_g, 0), max=0.0))
+                b_gc = hl.load(gc, [i_b, torch.clamp(tile_t.index, max=T - 1), i_h])
+                b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
                 b_v = (b_v.to(torch.float32) * b_rest[:, None]).to(v.dtype)
             b_S = hl.dot(b_k.transpose(0, 1), b_v, acc=b_S)
     return S
@@ -108,12 +108,12 @@ def scalar_fwd_state_kernel(
 
 @kernel(dot_precision="tf32x3")
 def scalar_bwd_state_kernel(
-    q: torch.Tensor, do: torch.Tensor, g: torch.Tensor | None, dht: torch.Tensor | None, scale: float,
+    q: torch.Tensor, do: torch.Tensor, gc: torch.Tensor | None, dht: torch.Tensor | None, scale: float,
     C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """D <- 2^gl D + q^T (scale 2^gc do), chunks in reverse, written before each.
 
-    q [B,T,H,K], do [B,T,H,V], g [B,T,H], dht [B,H,K,V] -> D [B,NT,H,K,V] in q's dtype, dh0 fp32 [B,H,K,V].
+    q [B,T,H,K], do [B,T,H,V], gc fp32 [B,T,H], dht [B,H,K,V] -> D [B,NT,H,K,V] in q's dtype, dh0 fp32 [B,H,K,V].
     One program a head, K tile and V tile.
     """
     B, T, H, K = q.size()
@@ -137,10 +137,9 @@ def scalar_bwd_state_kernel(
             ok = idx < T
             b_q = hl.load(q, [i_b, idx, i_h, tile_k], extra_mask=ok[:, None])
             b_do = hl.load(do, [i_b, idx, i_h, tile_v], extra_mask=ok[:, None]).to(torch.float32) * scale
-            if g is not None:
-                b_g = log2_gate(hl.load(g, [i_b, idx, i_h], extra_mask=ok))
-                b_do = b_do * torch.exp2(torch.cumsum(b_g, 0))[:, None]
-                b_D = b_D * torch.exp2(torch.sum(b_g, 0))
+            if gc is not None:
+                b_do = b_do * torch.exp2(hl.load(gc, [i_b, torch.clamp(idx, max=T - 1), i_h]))[:, None]
+                b_D = b_D * torch.exp2(hl.load(gc, [i_b, min(i_c * C + C, T) - 1, i_h]))
             b_D = hl.dot(b_q.transpose(0, 1), b_do.to(q.dtype), acc=b_D)
         dh0[i_b, i_h, tile_k, tile_v] = b_D
     return D, dh0
@@ -148,7 +147,7 @@ def scalar_bwd_state_kernel(
 
 @kernel(dot_precision="tf32x3")
 def scalar_bwd_qk_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, do: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, do: torch.Tensor,
     S: torch.Tensor, D: torch.Tensor, scale: float, C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With P = scale (do v^T . decay), lower triangular:
@@ -158,8 +157,8 @@ def scalar_bwd_qk_kernel(
 
     where x_i = q_i . dq_i and y_j = k_j . dk_j hold the terms through S and D alone.
 
-    q, k [B,T,H,K], v, do [B,T,H,V], g [B,T,H], S, D [B,NT,H,K,V] -> dq, dk as q, k, dg fp32 [NK,B,T,H], a K tile each
-    (not written without a gate).  One program a head, chunk and K tile.
+    q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,T,H], S, D [B,NT,H,K,V] -> dq, dk as q, k, dg fp32 [NK,B,T,H], a K tile
+    each (not written without a gate).  One program a head, chunk and K tile.
     """
     B, T, H, K = q.size()
     K, V = hl.specialize((K, v.size(3)))
@@ -184,17 +183,16 @@ def scalar_bwd_qk_kernel(
             b_p = hl.dot(b_do, b_v.transpose(0, 1), acc=b_p)
             b_dq = hl.dot(b_do, b_S.transpose(0, 1), acc=b_dq)
             b_dk = hl.dot(b_v, b_D.transpose(0, 1), acc=b_dk)
-            if g is not None:
+            if gc is not None:
                 b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
         b_q = q[i_b, tile_t, i_h, tile_k]
         b_k = k[i_b, tile_t, i_h, tile_k]
         lower = tile_t.index[:, None] >= tile_t.index[None, :]
         b_p = torch.where(lower, b_p * scale, 0.0)
         b_dq = b_dq * scale
-        if g is not None:
-            b_g = log2_gate(g[i_b, tile_t, i_h])
-            b_gc = torch.cumsum(b_g, 0)
-            b_gl = torch.sum(b_g, 0)
+        if gc is not None:
+            b_gc = hl.load(gc, [i_b, torch.clamp(tile_t.index, max=T - 1), i_h])
+            b_gl = gc[i_b, tile_t.end - 1, i_h]
             b_p = b_p * decay_tile(b_gc, lower)
             b_dq = b_dq * torch.exp2(b_gc)[:, None]
             b_dk = b_dk * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
@@ -204,9 +202,9 @@ def scalar_bwd_qk_kernel(
             b_w = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
             b_w = torch.where(strict, b_w * b_p, 0.0)
             b_x = b_x + (torch.sum(b_w, 1) - torch.sum(b_w, 0))
-            b_y = torch.sum(torch.where(strict, b_y[None, :], 0.0), 1)
-            b_z = torch.sum(b_SD, 0) * torch.exp2(b_gl)
-            dg[tile_k.id, i_b, tile_t, i_h] = hl.cumsum(b_x, 0, reverse=True) + b_y + b_z
+            upper = tile_t.index[:, None] <= tile_t.index[None, :]
+            b_dg = torch.sum(torch.where(upper, b_x[None, :], b_y[None, :]), 1)
+            dg[tile_k.id, i_b, tile_t, i_h] = b_dg + torch.sum(b_SD, 0) * torch.exp2(b_gl)
         b_p = b_p.to(q.dtype)
         dq[i_b, tile_t, i_h, tile_k] = hl.dot(b_p, b_k, acc=b_dq).to(dq.dtype)
         dk[i_b, tile_t, i_h, tile_k] = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk).to(dk.dtype)
@@ -215,12 +213,12 @@ def scalar_bwd_qk_kernel(
 
 @kernel(dot_precision="tf32x3")
 def scalar_bwd_v_kernel(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, do: torch.Tensor, D: torch.Tensor, scale: float,
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor | None, do: torch.Tensor, D: torch.Tensor, scale: float,
     C: hl.constexpr,
 ) -> torch.Tensor:
     """dv = 2^(gl - gc) k D + A^T do with A = scale (q k^T . decay), lower triangular.
 
-    q, k [B,T,H,K], g [B,T,H], do [B,T,H,V], D [B,NT,H,K,V] -> dv as do.  One program a head, chunk and V tile.
+    q, k [B,T,H,K], gc fp32 [B,T,H], do [B,T,H,V], D [B,NT,H,K,V] -> dv as do.  One program a head, chunk and V tile.
     """
     B, T, H, K = q.size()
     K, V = hl.specialize((K, do.size(3)))
@@ -238,11 +236,10 @@ def scalar_bwd_v_kernel(
             b_dv = hl.dot(b_k, D[i_b, tile_t.begin // C, i_h, tile_k, tile_v], acc=b_dv)
         upper = tile_t.index[:, None] <= tile_t.index[None, :]
         b_a = torch.where(upper, b_a * scale, 0.0)
-        if g is not None:
-            b_g = log2_gate(g[i_b, tile_t, i_h])
-            b_gc = torch.cumsum(b_g, 0)
+        if gc is not None:
+            b_gc = hl.load(gc, [i_b, torch.clamp(tile_t.index, max=T - 1), i_h])
             b_a = b_a * decay_tile(-b_gc, upper)
-            b_dv = b_dv * torch.exp2(torch.clamp(torch.sum(b_g, 0) - b_gc, max=0.0))[:, None]
+            b_dv = b_dv * torch.exp2(torch.clamp(gc[i_b, tile_t.end - 1, i_h] - b_gc, max=0.0))[:, None]
         b_dv = hl.dot(b_a.to(do.dtype), do[i_b, tile_t, i_h, tile_v], acc=b_dv)
         dv[i_b, tile_t, i_h, tile_v] = b_dv.to(dv.dtype)
     return dv
@@ -253,11 +250,16 @@ def _chunk(q: torch.Tensor) -> int:
     return 32 if q.dtype == torch.float32 else 64
 
 
+def _gate_sums(g: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """gc fp32 [B,T,H], or None without a gate."""
+    return None if g is None else gate_cumsum_kernel(g, _chunk(q))[0]
+
+
 def scalar_gate_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B,T,H,V] in v's dtype and ht fp32 [B,H,K,V]."""
-    return scalar_fwd_o_kernel(q, k, v, g, h0, scale, _chunk(q))
+    return scalar_fwd_o_kernel(q, k, v, _gate_sums(g, q), h0, scale, _chunk(q))
 
 
 def scalar_gate_bwd(
@@ -265,11 +267,11 @@ def scalar_gate_bwd(
     do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv in q's dtype, dg fp32 [NK,B,T,H] to be summed (not written without a gate), dh0 fp32 [B,H,K,V]."""
-    C = _chunk(q)
-    S = scalar_fwd_state_kernel(k, v, g, h0, C)
-    D, dh0 = scalar_bwd_state_kernel(q, do, g, dht, scale, C)
-    dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, g, do, S, D, scale, C)
-    dv = scalar_bwd_v_kernel(q, k, g, do, D, scale, C)
+    C, gc = _chunk(q), _gate_sums(g, q)
+    S = scalar_fwd_state_kernel(k, v, gc, h0, C)
+    D, dh0 = scalar_bwd_state_kernel(q, do, gc, dht, scale, C)
+    dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, scale, C)
+    dv = scalar_bwd_v_kernel(q, k, gc, do, D, scale, C)
     return dq, dk, dv, dg, dh0
 
 

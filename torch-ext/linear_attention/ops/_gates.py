@@ -1,0 +1,27 @@
+"""Sums of scalar gates over the tokens of a chunk, made once for all kernels that read them."""
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+
+from ._aot import kernel
+from ._tile import log2_gate
+
+
+@kernel()
+def gate_cumsum_kernel(g: torch.Tensor, C: hl.constexpr) -> tuple[torch.Tensor, torch.Tensor]:
+    """gc, the log2 gate summed from the begin of each chunk of C tokens to a token, and gl, the sum over a chunk.
+
+    g [B,T,H], natural logarithm, any strides -> gc fp32 [B,T,H], gl fp32 [B,NT,H].
+    One program a chunk and a tile of heads.  The kernels with matrix products load these sums: a scan in a walk takes a
+    dozen barriers a chunk.
+    """
+    B, T, H = g.size()
+    gc = torch.empty([B, T, H], dtype=torch.float32, device=g.device)
+    gl = torch.empty([B, (T + C - 1) // C, H], dtype=torch.float32, device=g.device)
+    BH = hl.register_block_size(1, 64)
+    for tile_b, tile_t, tile_h in hl.tile([B, T, H], block_size=[1, C, BH]):
+        b_g = log2_gate(g[tile_b.begin, tile_t, tile_h])
+        gc[tile_b.begin, tile_t, tile_h] = torch.cumsum(b_g, 0)
+        gl[tile_b.begin, tile_t.begin // C, tile_h] = torch.sum(b_g, 0)
+    return gc, gl
