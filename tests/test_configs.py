@@ -81,6 +81,14 @@ def test_another_gpu_gets_the_safe_config(module, name, capability):
     assert safe["num_stages"] == 1 and all(n <= 32 for n in safe.get("block_sizes", []))
 
 
+def test_entries_fit_the_kernels():
+    nodes = {node.name: node for nodes in render_configs.functions().values() for node in nodes}
+    for module, name in KERNELS:
+        for architecture in render_configs.REQUIRED:
+            for entry in render_configs.read(f"cuda_{architecture}", module)["kernels"][name]:
+                assert render_configs.fits(entry, nodes[name]), f"{architecture} {name}: {entry}"
+
+
 def test_measured_entries_say_where():
     for architecture in render_configs.REQUIRED:
         for module in render_configs.kernels():

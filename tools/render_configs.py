@@ -2,7 +2,7 @@
 
     python tools/render_configs.py            write torch-ext/linear_attention/ops/_helion_aot_*.py
     python tools/render_configs.py --check    write nothing; exit 1 if a file is stale or a kernel has no entry
-    python tools/render_configs.py --sync     first give new kernels safe configs, and drop entries of kernels now gone
+    python tools/render_configs.py --sync     first give new kernels safe configs, drop entries that fit none any more
 
 A rendered file is self-contained (torch only, no relative imports).  For each kernel it defines
 `autotune_<kernel>(*args)`, the config of a call, and `key_<kernel>(*args)`, a number that tells configs apart.
@@ -45,7 +45,7 @@ def _pick(kernel, args):
                     best = rank, number
     if best is not None:
         return best[1]
-    row = form[0][0] * max(_round_up(n) for x in form if isinstance(x, tuple) for n in x[1:])
+    row = form[0][0] * max((_round_up(n) for x in form if isinstance(x, tuple) for n in x[1:]), default=1)
     return next(number for limit, number in kernel["safe"].items() if row <= limit)
 
 
@@ -114,7 +114,7 @@ def safe_rows(kernel: str) -> list[dict[str, object]]:
 
 def safe_config(kernel: str, item_size: int, widths: list[int]) -> dict[str, object]:
     """The safe config for a call whose first tensor has items of that size and whose tensors have those widths."""
-    row = item_size * max(1 << (n - 1).bit_length() for n in widths)
+    row = item_size * max((1 << (n - 1).bit_length() for n in widths), default=1)
     return next(limit["config"] for limit in safe_rows(kernel) if row <= limit["row_bytes"])
 
 
@@ -127,8 +127,17 @@ def dump(store: dict[str, object]) -> str:
     return f'{{\n  "runs": [\n{runs}\n  ],\n  "kernels": {{\n{kernels}\n  }}\n}}\n'
 
 
+def fits(entry: dict[str, object], node: ast.FunctionDef) -> bool:
+    """Whether an entry is one of the kernel as it is: as many arguments, as many block sizes."""
+    return len(entry["args"]) == len(node.args.args) and len(entry["config"].get("block_sizes", [])) == blocks_of(node)
+
+
+def blocks_of(node: ast.FunctionDef) -> int:
+    return sum(ast.unparse(x.func) == "hl.register_block_size" for x in ast.walk(node) if isinstance(x, ast.Call))
+
+
 def sync() -> None:
-    """Tiles of 16 without pipelining for kernels that have no safe config; entries of kernels that are gone leave."""
+    """Tiles of 16 without pipelining for kernels that have no safe config; entries that do not fit a kernel leave."""
     for path in CONFIGS.glob("*/*.json"):
         if path.stem not in functions():
             path.unlink()
@@ -136,8 +145,7 @@ def sync() -> None:
         safe = read("default", module)
         rows = []
         for node in nodes:
-            blocks = sum(ast.unparse(x.func) == "hl.register_block_size"
-                         for x in ast.walk(node) if isinstance(x, ast.Call))
+            blocks = blocks_of(node)
             old = [row for row in safe.get(node.name, []) if len(row["config"].get("block_sizes", [])) == blocks]
             sizes = {"block_sizes": [16] * blocks} if blocks else {}
             new = [{"row_bytes": limit, "config": {**sizes, "indexing": "pointer", "num_stages": 1, "num_warps": warps}}
@@ -147,7 +155,9 @@ def sync() -> None:
         (CONFIGS / "default" / f"{module}.json").write_text("{\n" + ",\n".join(rows) + "\n}\n")
         for path in CONFIGS.glob(f"cuda_*/{module}.json"):
             store = json.loads(path.read_text())
-            store["kernels"] = {name: x for name, x in store["kernels"].items() if name in kernels()[module]}
+            store["kernels"] = {
+                node.name: entries for node in nodes if (entries := [
+                    entry for entry in store["kernels"].get(node.name, []) if fits(entry, node)])}
             path.write_text(dump(store))
 
 

@@ -144,7 +144,7 @@ def candidates(kernel: object, args: tuple, screened: dict[str, list]) -> list[d
     safe = {"config": workloads.safe_config(kernel, args)}
     found = [x for group in groups for x in group["candidates"]]
     if not found:
-        width = max(n for x in args if isinstance(x, torch.Tensor) for n in x.shape[3:])
+        width = max((n for x in args if isinstance(x, torch.Tensor) for n in x.shape[3:]), default=64)
         found = [{"config": config} for config in grid(len(safe["config"].get("block_sizes", [])), width)]
     unique = {}
     for x in [*(group["safe"] for group in groups if "safe" in group), safe, *found]:

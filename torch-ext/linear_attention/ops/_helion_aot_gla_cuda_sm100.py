@@ -152,7 +152,7 @@ def _pick(kernel, args):
                     best = rank, number
     if best is not None:
         return best[1]
-    row = form[0][0] * max(_round_up(n) for x in form if isinstance(x, tuple) for n in x[1:])
+    row = form[0][0] * max((_round_up(n) for x in form if isinstance(x, tuple) for n in x[1:]), default=1)
     return next(number for limit, number in kernel["safe"].items() if row <= limit)
 
 
