@@ -39,7 +39,7 @@ import workloads
 
 TOLERANCE = 5e-3  # relative RMS distance from the safe config's output; configs differ in the order of their sums
 SPILL = 64  # bytes a thread that a screened candidate may spill
-KEPT = 8  # candidates of a call that screening keeps
+KEPT = 6  # candidates of a call that screening keeps
 
 
 def grid(blocks: int, width: int) -> list[dict[str, object]]:
@@ -223,7 +223,7 @@ def _screened(
     """The most promising configs and how many were compiled: block sizes and warps first, the rest for the best."""
     base = [c for c in configs if (c["num_stages"], c["indexing"]) == (2, "pointer")]
     first = sorted(_compiled(jobs, base, processes), key=_cost)
-    best = [x for warps in (4, 8) for x in [y for y in first if y["config"]["num_warps"] == warps][:3]]
+    best = [x for warps in (4, 8) for x in [y for y in first if y["config"]["num_warps"] == warps][:2]]
     kin = [c for c in configs if c not in base and any(
         c.get("block_sizes") == x["config"].get("block_sizes") and c["num_warps"] == x["config"]["num_warps"]
         for x in best)]
