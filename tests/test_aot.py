@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
 import torch
+import tune
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -24,6 +26,31 @@ def test_calls_on_an_absent_gpu(device, tmp_path):
     done = subprocess.run(
         [sys.executable, HERE / "calls.py", device], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+COLLECT = """
+import importlib, torch
+from kernels import get_kernel
+package = get_kernel("HelionDSL/linear-attention", version=0)
+module = importlib.import_module(package.__name__ + ".ops._l2norm")
+q, k = torch.randn(2, 2, 256, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
+yq, yk = module.l2norm_fwd_kernel(q, k)
+torch.testing.assert_close(yq.float().norm(dim=-1), torch.ones(2, 256, 4, device="cuda"), rtol=0.01, atol=0)
+"""
+
+
+@pytest.mark.gpu
+def test_collecting_configs_on_the_loaded_package(package, tmp_path):
+    """Helion's own workflow: a short search for one kernel, whose result tools/tune.py can take."""
+    environment = {
+        **os.environ, "HELION_AOT_MODE": "collect", "HELION_AOT_DATA_DIR": str(tmp_path),
+        "HELION_AUTOTUNE_EFFORT": "quick", "HELION_AUTOTUNE_MAX_GENERATIONS": "1", "HELION_AUTOTUNE_BUDGET_SECONDS": "20"}
+    done = subprocess.run([sys.executable, "-c", COLLECT], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (recorded,) = tmp_path.glob("tuned_configs_*.json")
+    (group,) = tune.collected(recorded)["l2norm_fwd_kernel"]
+    assert group["args"] == ["bf16[2,256,4,64]"] * 2
+    assert group["candidates"][0]["config"]["num_warps"] >= 1
 
 
 def test_one_line_says_that_a_cpu_is_slow(package, aot, caplog):
