@@ -42,9 +42,10 @@ torch.testing.assert_close(yq.float().norm(dim=-1), torch.ones(2, 256, 4, device
 @pytest.mark.gpu
 def test_collecting_configs_on_the_loaded_package(package, tmp_path):
     """Helion's own workflow: a short search for one kernel, whose result tools/tune.py can take."""
+    short = {"EFFORT": "quick", "MAX_GENERATIONS": "1", "BUDGET_SECONDS": "20"}
     environment = {
         **os.environ, "HELION_AOT_MODE": "collect", "HELION_AOT_DATA_DIR": str(tmp_path),
-        "HELION_AUTOTUNE_EFFORT": "quick", "HELION_AUTOTUNE_MAX_GENERATIONS": "1", "HELION_AUTOTUNE_BUDGET_SECONDS": "20"}
+        **{f"HELION_AUTOTUNE_{key}": value for key, value in short.items()}}
     done = subprocess.run([sys.executable, "-c", COLLECT], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     (recorded,) = tmp_path.glob("tuned_configs_*.json")
