@@ -373,7 +373,7 @@ def derive(options: argparse.Namespace) -> None:
         source = render_configs.read("cuda_sm90", module).get("kernels", {})
         for name in names:
             kernel = workloads.kernel(module, name)
-            for entry in source.get(name, []):
+            for entry in source.get(name, []) if wanted(name, options) else ():
                 key = name, str(render_configs.form_of(entry["args"])[1]), str(entry["config"])
                 args = offline_compile.fakes(entry["args"])
                 if key not in good:
