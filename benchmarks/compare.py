@@ -51,10 +51,10 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "tools", "tests"
 
 import eager  # noqa: E402
 import timing  # noqa: E402
+from cells import EAGER_SHAPES, EXTRA_WORKLOADS, SHAPES, WORKLOADS, Shape, Workload, make_inputs  # noqa: E402
 from errors import yardstick  # noqa: E402
 from provenance import provenance  # noqa: E402
 from stage import stage  # noqa: E402
-from workloads import EAGER_SHAPES, EXTRA_WORKLOADS, SHAPES, WORKLOADS, Shape, Workload, make_inputs  # noqa: E402
 
 REPO_ID = "HelionDSL/linear-attention"
 FIELDS = ("fwd_gpu_ms", "fwd_wall_ms", "fb_gpu_ms", "fb_wall_ms", "peak_mb", "first_call_s")

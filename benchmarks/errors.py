@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from cells import Workload
 from numerics import UNIT, rms, run_eager
-from workloads import Workload
 
 
 class Yardstick(NamedTuple):

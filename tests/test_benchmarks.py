@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import compare  # noqa: E402
 import report  # noqa: E402
 import timing  # noqa: E402
+from cells import EAGER_SHAPES, EXTRA_WORKLOADS, SHAPES, WORKLOADS, Shape, make_inputs  # noqa: E402
 from errors import yardstick  # noqa: E402
-from workloads import EAGER_SHAPES, EXTRA_WORKLOADS, SHAPES, WORKLOADS, Shape, make_inputs  # noqa: E402
 
 ALL = WORKLOADS | EXTRA_WORKLOADS
 SMALL = Shape(2, 70, 3, 16)
