@@ -10,18 +10,19 @@ CAPABILITY = (10, 0)
 
 GATE_CUMSUM_KERNEL = {
     "configs": [
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
         ((4,), 64): {
-            (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
-            (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
             (8, 2048, 32): 0,
-            (8, 1024, 8): 0,
+            (8, 1024, 8): 1,
+            (4, 4096, 64): 1,
+            (4, 2048, 16): 0,
+            (2, 16384, 16): 1,
+            (1, 8192, 96): 1,
         },
     },
 }
