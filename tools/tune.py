@@ -95,6 +95,17 @@ class Store:
         key = render_configs.form_of(entry["args"])
         entries = [x for x in store["kernels"].get(kernel, []) if render_configs.form_of(x["args"]) != key]
         store["kernels"][kernel] = [*entries, {**entry, "run": store["runs"].index(self.run)}]
+        self._write(kernel, store)
+
+    def keep(self, kernel: str, calls: list[list[object]]) -> None:
+        """Drop the entries of other calls."""
+        store = self._read(kernel)
+        keys = [render_configs.form_of(args) for args in calls]
+        store["kernels"][kernel] = [
+            entry for entry in store["kernels"].get(kernel, []) if render_configs.form_of(entry["args"]) in keys]
+        self._write(kernel, store)
+
+    def _write(self, kernel: str, store: dict[str, object]) -> None:
         self._drop_unused_runs(store)
         path = self.folder / f"{self.modules[kernel]}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -385,6 +396,8 @@ def derive(options: argparse.Namespace) -> None:
                           f"{'kept' if good[key] else report.error[:200] or f'spills {spill} bytes'}", flush=True)
                 config = entry["config"] if good[key] else workloads.safe_config(kernel, args)
                 store.put(name, {"args": entry["args"], "config": config})
+            if wanted(name, options):
+                store.keep(name, [entry["args"] for entry in source.get(name, [])])
 
 
 def tune(options: argparse.Namespace) -> None:
