@@ -5,7 +5,8 @@ Each class carries the name of the function that it replaces and takes its argum
 
 Model code passes its whole keyword bundle down, most of which means nothing here (`cu_seq_lens_k`, `max_length_q`,
 `seq_idx`, `use_cache`, the Trainer's `num_items_in_batch`, ...). Only the packing of sequences changes the result, so
-that alone is honoured, under both names in use: `cu_seqlens` and `cu_seq_lens_q`.
+that alone is passed on, under both names in use, `cu_seqlens` and `cu_seq_lens_q`; the operators do not support it yet
+and raise.
 """
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def level_pairs(level, C):
 
 
 def diagonal(C):
-    """bool [C, C]."""
+    """Whether two rows are the same: bool [C, C]."""
     return hl.arange(C)[:, None] == hl.arange(C)[None, :]
 
 
@@ -116,7 +116,7 @@ def query_scores(b_q, b_k, b_A, b_inner, b_outer, level, C):
 def query_key_scores(b_q, b_k, b_A, b_L, b_inner, b_outer, level, C):
     """query_scores, and the same with k for q: L_ij = sum_d k_id k_jd decay_ijd.
 
-    q, k [C, BK], A, L fp32 [C, C] -> A, L and the next level's inner and outer.  A is right below its diagonal alone.
+    q, k [C, BK], A, L fp32 [C, C] -> A, L and the next level's inner and outer.  A is right only below its diagonal.
     """
     pairs = level_pairs(level, C)
     b_f = factor(b_inner, b_outer, level, C)
@@ -134,7 +134,10 @@ def mirrored(b_x, C):
 
 
 def first_gradients(b_q, b_k, b_dA, C):
-    """What the pairs i = j give of dq and dk; no gate lies between the two."""
+    """What the pairs i = j give of dq and dk, fp32 [C, BK]; no gate lies between the two.
+
+    q, k [C, BK], dA [C, C].
+    """
     b_d = torch.sum(torch.where(diagonal(C), b_dA.to(torch.float32), 0.0), 1)[:, None]
     return b_d * b_k.to(torch.float32), b_d * b_q.to(torch.float32)
 
@@ -157,7 +160,7 @@ def query_gradients(b_q, b_k, b_dA, b_dq, b_dk, b_dg, b_inner, b_outer, level, C
 
 
 def query_key_gradients(b_q, b_k, b_beta, b_dA, b_dL, b_dq, b_dk, b_dw, b_dg, b_inner, b_outer, level, C):
-    """query_gradients and what comes from beta_i L_ij, whose gradient over beta_i is dL.
+    """query_gradients, and what comes from beta_i L_ij, whose gradient is dL; L as in query_key_scores.
 
     As there, and beta fp32 [C, 1], dL [C, C], mirrored, and dw = sum_j dL_ij decay_ij k_j, which times beta is a part
     of dk_i and times k_i, summed, one of dbeta_i.  dL meets k in the lower rows and beta k in the upper ones.

@@ -1,7 +1,8 @@
 """Argument checks of the public functions, made before any launch.
 
 Every message names the argument, what was expected and what came.  TypeError: not a tensor, or a dtype that no kernel
-takes.  ValueError: shape, device or value.  NotImplementedError: legal in flash-linear-attention, not built here yet.
+takes.  ValueError: shape, device or value.  NotImplementedError: an option or an empty
+input, legal in flash-linear-attention, not built here yet.
 Nothing here reads a tensor's data, so nothing waits for the GPU.
 """
 
@@ -15,6 +16,7 @@ import torch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK_SIZES = (16, 32, 64, 128)
+MAX_K = 256
 
 
 def _described(x: object) -> str:
@@ -38,8 +40,8 @@ def _check_like(x: object, name: str, layout: str, shape: Sequence[int], like: t
         raise ValueError(f"{name}: expected a tensor on {like_name}'s device {like.device}, got {_described(x)}")
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, max_k: int = 256) -> None:
-    """q, k [B, T, H, K] and v [B, T, H, V]: one dtype, one device, K in 1..max_k, V >= 1.
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q, k [B, T, H, K] and v [B, T, H, V]: one dtype, one device, K in 1..256, V >= 1.
 
     B, T or H of 0 raises NotImplementedError.
     """
@@ -60,8 +62,8 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, max_k: int =
         raise ValueError(
             f"v: expected H = {H} heads as in q (grouped heads, HV != H, are not supported yet), got {_described(v)}"
         )
-    if not 1 <= K <= max_k:
-        raise ValueError(f"q: expected K, its last dimension, in 1..{max_k}, got {_described(q)}")
+    if not 1 <= K <= MAX_K:
+        raise ValueError(f"q: expected K, its last dimension, in 1..{MAX_K}, got {_described(q)}")
     if v.size(3) < 1:
         raise ValueError(f"v: expected V, its last dimension, of at least 1, got {_described(v)}")
     if 0 in (B, T, H):
@@ -96,14 +98,14 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale: expected a finite number, got {_described(scale)}")
 
 
-def check_chunk_size(chunk_size: int | None, allowed: Sequence[int] = CHUNK_SIZES) -> None:
-    """chunk_size: None or one of the sizes allowed.  It is a hint: results do not depend on it."""
+def check_chunk_size(chunk_size: int | None) -> None:
+    """chunk_size: None or one of CHUNK_SIZES.  It is a hint: results do not depend on it."""
     if chunk_size is None:
         return
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
         raise TypeError(f"chunk_size: expected None or an int, got {_described(chunk_size)}")
-    if chunk_size not in allowed:
-        raise ValueError(f"chunk_size: expected one of {list(allowed)}, got {_described(chunk_size)}")
+    if chunk_size not in CHUNK_SIZES:
+        raise ValueError(f"chunk_size: expected one of {list(CHUNK_SIZES)}, got {_described(chunk_size)}")
 
 
 def not_yet(**options: object) -> None:

@@ -36,9 +36,9 @@ def over_values(
     width = V if slices == 1 else -(-V // (slices * MIN_DIM)) * MIN_DIM
     results = []
     for begin in range(0, V, width):
-        b_v = v[..., begin:begin + width]
+        part = v[..., begin:begin + width]
         state = initial_state if initial_state is None else pad_to_16(initial_state[..., begin:begin + width])
         state = state if state is None else last_contiguous(pad_to_16(state, -2))
-        o, final_state = run(q, k, last_contiguous(pad_to_16(b_v)), state)
-        results.append((o[..., :b_v.size(-1)], final_state[..., :K, :b_v.size(-1)]))
+        o, final_state = run(q, k, last_contiguous(pad_to_16(part)), state)
+        results.append((o[..., :part.size(-1)], final_state[..., :K, :part.size(-1)]))
     return results[0] if len(results) == 1 else tuple(torch.cat(parts, -1) for parts in zip(*results))

@@ -31,8 +31,8 @@ def kda_scores_kernel(
     """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j;
     qg = 2^gc q;  kb = 2^gc k;  kg = 2^(gl - gc) k;  gl.
 
-    q, k, g [B,T,H,K], beta [B,T,H] -> A [B,T,H,C], zero above the diagonal, L fp32 [B,T,H,C], zero on and above it,
-    qg, kb, kg [B,T,H,K] in q's dtype, gl fp32 [B,NT,H,K].
+    q, k, g [B,T,H,K], beta [B,T,H] -> A [B,T,H,C], zero above the diagonal, and qg, kb, kg [B,T,H,K] in q's dtype,
+    L fp32 [B,T,H,C], zero on and above the diagonal, gl fp32 [B,NT,H,K].
     One program a head and chunk.
     """
     B, T, H, K = q.size()
@@ -171,7 +171,7 @@ def kda_bwd_qk_kernel(
     dk_i = y_i + beta_i z_i + sum_j (dA_ji e_ji q_j + beta_j dL_ji e_ji k_j + beta_i dL_ij e_ij k_j)
     dbeta_i = k_i . z_i + sum_j dL_ij L_ij / beta_i
     dg_t = sum_{i>=t>j} (dA_ij A_ij + dL_ij L_ij) + sum_{i>=t} (q x + beta k z)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
-    with every sum of dg in each channel.
+    with every sum of dg in each channel.  The division by beta is only notation.
 
     q, k, g [B,T,H,K], beta [B,T,H], do, n, r [B,T,H,V], dA, dL [B,T,H,C], S, D [B,NT,H,K,V]
     -> dq, dk in q's dtype, dg in g's, the K part of dbeta, fp32 [NK,B,T,H], a K tile each.

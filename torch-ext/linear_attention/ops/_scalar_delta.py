@@ -32,8 +32,8 @@ def scalar_delta_prepare_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """[w, u] = X beta [2^gc k, v] with X = (I + L)^-1, the scores A, and qg = 2^gc q, kg = 2^(gl - gc) k.
 
-    q, k [B,T,H,K], v [B,T,H,V], gc fp32, beta [B,T,H] -> qg, kg, w [B,T,H,K], u [B,T,H,V], A, X [B,T,H,C], all in q's
-    dtype.  Without a gate qg and kg are not written.  One program a head and chunk.
+    q, k [B,T,H,K], v [B,T,H,V], gc fp32 [B,T,H], beta [B,T,H] -> qg, kg, w [B,T,H,K], u [B,T,H,V], A, X [B,T,H,C],
+    all in q's dtype.  Without a gate qg and kg are not written.  One program a head and chunk.
     """
     B, T, H, K = k.size()
     K, V = hl.specialize((K, v.size(3)))
@@ -141,8 +141,8 @@ def scalar_delta_bwd_kernel(
     of dk . k through D.  The sum of W is taken as that of its row sums less its column sums over i >= t, exactly zero
     where no gradient comes in.  The division by beta is only notation.
 
-    q, k [B,T,H,K], n, do, r [B,T,H,V], gc, beta, rv [B,T,H], S, D [B,NT,H,K,V]
-    -> dq, dk as q, k, dbeta as beta, dg fp32 [B,T,H], which is not written without a gate.
+    q, k [B,T,H,K], n, do, r [B,T,H,V], gc, rv fp32 [B,T,H], beta [B,T,H], S, D [B,NT,H,K,V]
+    -> dq, dk as q, k, dg fp32 [B,T,H], not written without a gate, dbeta as beta.
     One program a head and chunk, in tiles of K.  r is loaded, not made here: its tile would not fit the registers.
     """
     B, T, H, K = k.size()

@@ -187,9 +187,12 @@ def gla_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, v: torch.Tensor, do: torch.Tensor, dA: torch.Tensor,
     S: torch.Tensor, D: torch.Tensor, scale: float, C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq = 2^gc x + sum_j dA_ij 2^(gc_i - gc_j) k_j with x = scale do S^T;  dk = 2^(gl - gc) y + sum_i dA_ij .. q_i
-    with y = v D^T;  dg_t = sum_{i>=t>j} dA_ij A_ij + sum_{i>=t} q_i 2^gc_i x_i + sum_{j<t} k_j 2^(gl - gc_j) y_j
-    + 2^gl sum_V S D, every sum in each channel.
+    """With x = scale 2^gc do S^T, y = 2^(gl - gc) v D^T and e_ij = 2^(gc_i - gc_j):
+
+    dq_i = x_i + sum_j dA_ij e_ij k_j
+    dk_i = y_i + sum_j dA_ji e_ji q_j
+    dg_t = sum_{i>=t>j} dA_ij A_ij + sum_{i>=t} (q x)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
+    with every sum of dg in each channel.
 
     q, k, g [B,T,H,K], v, do [B,T,H,V], dA [B,T,H,C], S, D [B,NT,H,K,V] -> dq, dk in q's dtype, dg in g's.
     One program a head, chunk and K tile.
@@ -238,7 +241,7 @@ def gla_bwd_qk_kernel(
 
 
 def _chunk(q: torch.Tensor) -> int:
-    """Tokens a chunk: fewer in fp32, whose tiles and products are several times as large."""
+    """Tokens in a chunk: fewer in fp32, whose tiles and products are several times as large."""
     return 32 if q.dtype == torch.float32 else 64
 
 

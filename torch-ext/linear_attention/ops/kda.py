@@ -17,7 +17,7 @@ from ._l2norm import l2norm
 
 
 def _chunk(q: torch.Tensor) -> int:
-    """Tokens a chunk: fewer in fp32, whose tiles and products are several times as large."""
+    """Tokens in a chunk: fewer in fp32, whose tiles and products are several times as large."""
     return 16 if q.dtype == torch.float32 else 64
 
 
