@@ -225,7 +225,7 @@ def scalar_delta_bwd_kernel(
         if gc is not None:
             upper = idx[:, None] <= idx[None, :]
             b_dg = torch.sum(torch.where(upper, b_x[None, :], b_y[None, :]), 1) + b_z * torch.exp2(b_gl)
-            hl.store(dg, [i_b, i_t, i_h], b_dg.to(dg.dtype), extra_mask=live)
+            hl.store(dg, [i_b, i_t, i_h], b_dg, extra_mask=live)
     return dq, dk, dg, dbeta
 
 
