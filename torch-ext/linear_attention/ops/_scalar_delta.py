@@ -200,12 +200,15 @@ def scalar_delta_bwd_kernel(
         for tile_k in hl.tile(K, block_size=BK):
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             b_S = S[i_b, i_c, i_h, tile_k, :]
+            # r, do and n once more: kept from above they would fill the shared memory of smaller GPUs
+            b_r = hl.load(r, [i_b, i_t, i_h, i_v], extra_mask=rows)
             b_dk = -hl.dot(b_r, b_S.transpose(0, 1), out_dtype=torch.float32)
             if gc is not None:
                 b_dk = b_dk * b_from[:, None]
             b_dbk = torch.sum(b_dk * b_k.to(torch.float32), 1)
             b_dbeta = b_dbeta + b_dbk
             b_dk = hl.dot(b_gg, b_k, acc=b_dk * b_beta[:, None])
+            b_do = hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=rows)
             b_dq = hl.dot(b_do, b_S.transpose(0, 1), out_dtype=torch.float32) * scale
             b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             if gc is not None:
@@ -215,6 +218,7 @@ def scalar_delta_bwd_kernel(
             hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
             b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
             b_D = D[i_b, i_c, i_h, tile_k, :]
+            b_n = hl.load(n, [i_b, i_t, i_h, i_v], extra_mask=rows)
             b_dkD = hl.dot(b_n, b_D.transpose(0, 1), out_dtype=torch.float32)
             if gc is not None:
                 b_dkD = b_dkD * b_rest[:, None]

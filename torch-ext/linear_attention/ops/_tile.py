@@ -18,7 +18,7 @@ def decay_tile(b_gc, mask):
 
     The clamp covers the masked half, whose differences are positive.
     """
-    return torch.where(mask, torch.exp2(torch.clamp(b_gc[:, None] - b_gc[None, :], max=0.0)), 0.0)
+    return torch.where(mask, torch.exp2(torch.clamp(b_gc.unsqueeze(1) - b_gc.unsqueeze(0), max=0.0)), 0.0)
 
 
 def diagonal_inverse(b_L, C):
