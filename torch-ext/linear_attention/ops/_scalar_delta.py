@@ -165,12 +165,12 @@ def scalar_delta_bwd_kernel(
         strict = idx[:, None] > idx[None, :]
         i_s = torch.clamp(i_t, max=T - 1)
         b_beta = hl.load(beta, [i_b, i_s, i_h]).to(torch.float32)
-        b_r = hl.load(r, [i_b, i_t, i_h, i_v], extra_mask=rows)
         b_dbeta = hl.load(rv, [i_b, i_s, i_h])
-        b_n = hl.load(n, [i_b, i_t, i_h, i_v], extra_mask=rows)
-        b_do = hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=rows)
-        b_P = torch.where(lower, hl.dot(b_do, b_n.transpose(0, 1), out_dtype=torch.float32) * scale, 0.0)
-        b_G = torch.where(strict, -hl.dot(b_r, b_n.transpose(0, 1), out_dtype=torch.float32), 0.0)
+        b_nt = hl.load(n, [i_b, i_t, i_h, i_v], extra_mask=rows).transpose(0, 1)
+        b_P = hl.dot(hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=rows), b_nt, out_dtype=torch.float32)
+        b_P = torch.where(lower, b_P * scale, 0.0)
+        b_G = hl.dot(hl.load(r, [i_b, i_t, i_h, i_v], extra_mask=rows), b_nt, out_dtype=torch.float32)
+        b_G = torch.where(strict, -b_G, 0.0)
         if gc is not None:
             b_gc = hl.load(gc, [i_b, i_s, i_h])
             b_gl = hl.load(gc, [i_b, min(i_c * C + C, T) - 1, i_h])
@@ -200,15 +200,16 @@ def scalar_delta_bwd_kernel(
         for tile_k in hl.tile(K, block_size=BK):
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             b_S = S[i_b, i_c, i_h, tile_k, :]
-            # r, do and n once more: kept from above they would fill the shared memory of smaller GPUs
-            b_r = hl.load(r, [i_b, i_t, i_h, i_v], extra_mask=rows)
+            # r, do and n once more: kept from above they would fill the shared memory of smaller GPUs; a new range of
+            # columns, since one made outside the loop is not masked where V is not a power of two
+            b_r = hl.load(r, [i_b, i_t, i_h, hl.arange(V)], extra_mask=rows)
             b_dk = -hl.dot(b_r, b_S.transpose(0, 1), out_dtype=torch.float32)
             if gc is not None:
                 b_dk = b_dk * b_from[:, None]
             b_dbk = torch.sum(b_dk * b_k.to(torch.float32), 1)
             b_dbeta = b_dbeta + b_dbk
             b_dk = hl.dot(b_gg, b_k, acc=b_dk * b_beta[:, None])
-            b_do = hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=rows)
+            b_do = hl.load(do, [i_b, i_t, i_h, hl.arange(V)], extra_mask=rows)
             b_dq = hl.dot(b_do, b_S.transpose(0, 1), out_dtype=torch.float32) * scale
             b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             if gc is not None:
@@ -218,7 +219,7 @@ def scalar_delta_bwd_kernel(
             hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
             b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
             b_D = D[i_b, i_c, i_h, tile_k, :]
-            b_n = hl.load(n, [i_b, i_t, i_h, i_v], extra_mask=rows)
+            b_n = hl.load(n, [i_b, i_t, i_h, hl.arange(V)], extra_mask=rows)
             b_dkD = hl.dot(b_n, b_D.transpose(0, 1), out_dtype=torch.float32)
             if gc is not None:
                 b_dkD = b_dkD * b_rest[:, None]
