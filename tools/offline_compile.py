@@ -118,6 +118,7 @@ def pretend(device: str = "h200", cuda_version: str = "13.0") -> None:
         if key in vars(CudaInterface):  # Inductor bound the originals at import
             setattr(CudaInterface, key, staticmethod(value))
     torch.version.cuda = cuda_version
+    torch._C._cuda_getDriverVersion = lambda: 13000
     fake_tensor.init_gpu_context = lambda *args: None
     fake_tensor.FakeTensorMode.avoid_device_init = True
     fake_tensor.FakeTensorMode.dispatch = _dispatch

@@ -21,6 +21,7 @@ import helion
 import torch
 
 from . import _cpu
+from ._ptxas import assembled_right
 
 try:
     from helion import aot_kernel
@@ -168,7 +169,8 @@ class Kernel:
             if wide:
                 fixed["index_dtype"] = torch.int64
             self._fixed[key] = helion.kernel(self.fn, **fixed, **self.settings)
-        return self._fixed[key].bind(args).compile_config(config)
+        device = next(x.device for x in args if isinstance(x, torch.Tensor))
+        return assembled_right(self._fixed[key].bind(args).compile_config(config), device)
 
     def config(self, *args: object) -> dict[str, object]:
         """The config that a call with these CUDA tensors runs with."""
