@@ -118,7 +118,6 @@ def pretend(device: str = "h200", cuda_version: str = "13.0") -> None:
         if key in vars(CudaInterface):  # Inductor bound the originals at import
             setattr(CudaInterface, key, staticmethod(value))
     torch.version.cuda = cuda_version
-    torch._C._cuda_getDriverVersion = lambda: 13000
     fake_tensor.init_gpu_context = lambda *args: None
     fake_tensor.FakeTensorMode.avoid_device_init = True
     fake_tensor.FakeTensorMode.dispatch = _dispatch
@@ -135,6 +134,8 @@ def pretend(device: str = "h200", cuda_version: str = "13.0") -> None:
     triton.runtime.driver.set_active(types.SimpleNamespace(  # what compiling asks of a driver
         get_current_target=lambda: GPUTarget("cuda", sm, 32), get_current_device=lambda: 0,
         get_current_stream=lambda device=0: 0, get_active_torch_device=lambda: torch.device("cuda", 0)))
+    if sm == 90:  # as ops/_ptxas.py does for the package's kernels on such a GPU
+        knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
     with contextlib.suppress(ImportError):  # answers cached before the pretence
         import helion._compat
         import helion._hardware

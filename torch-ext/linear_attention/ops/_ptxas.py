@@ -8,6 +8,7 @@ GPUs, which is right on the same input.  Here the kernels of this package, and n
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -25,10 +26,11 @@ def _version(tool: object) -> tuple[int, ...]:
     return tuple(map(int, tool.version.split(".")))
 
 
-def _driver() -> tuple[int, int]:
-    """The newest CUDA version whose machine code the driver loads."""
-    number = torch._C._cuda_getDriverVersion()
-    return number // 1000, number % 1000 // 10
+def _driver() -> int:
+    """The CUDA version up to which the driver loads machine code, as 1000 times the major version."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 @functools.cache
@@ -39,7 +41,7 @@ def _newer() -> str | None:
     if os.environ.get("TRITON_PTXAS_PATH") or _version(knobs.nvidia.ptxas) >= _RIGHT:
         return None
     tool = getattr(knobs.nvidia, "ptxas_blackwell", None)
-    if tool is not None and _RIGHT <= _version(tool) and _version(tool)[0] <= _driver()[0]:
+    if tool is not None and _RIGHT <= _version(tool) and 1000 * _version(tool)[0] <= _driver():
         return tool.path
     _log.warning(
         "ptxas %s miscompiles some kernels for this GPU, and %s: point TRITON_PTXAS_PATH at ptxas 13.1 or later",
