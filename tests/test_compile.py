@@ -21,3 +21,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 def test_compiles(device, case):
     done = subprocess.run([sys.executable, HERE / "compiled.py", device, case], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("driver", ["13000", "12080"])
+def test_a_hopper_gpu_gets_right_code(driver):
+    done = subprocess.run([sys.executable, HERE / "assembled.py", driver], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -437,6 +437,8 @@ def tune(options: argparse.Namespace) -> None:
             for kernel, args in workloads.recorded(operator, arguments, lambda kernel, args: compiled(
                     kernel, args, candidates(kernel, args, screened)[0])(*args)):
                 described = workloads.describe(args)
+                if kernel.fn.__annotations__["return"] == "None":
+                    continue  # adds to its arguments, and only where gates are strong: keeps the config it has
                 if wanted(kernel.name, options) and (options.again or not store.measured(kernel.name, described)):
                     calls.setdefault((kernel.name, str(render_configs.form_of(described))), (kernel, args, [
                         (x, ahead(kernel.name, described, x)) for x in candidates(kernel, args, screened)]))

@@ -1,42 +1,75 @@
-"""Device functions for gates that differ by channel: the decays between the tokens of a chunk, by bisection.
+"""Device functions for gates that differ by channel: products of pairs of tokens with the decay between them.
 
-The decay from token j to token i of a chunk, 2^(g_{j+1} + .. + g_i) in each channel, factors into a row and a column
-that both stay at or below 1 only at an anchor between the two.  Bisection finds one for every pair: at level l
-the chunk falls into blocks of 2^(l+1) rows, and the upper half of each block meets its lower half.
+With gc the log2 gates summed from a chunk's begin, the decay from token j to token i of the chunk, 2^(gc_i - gc_j) in
+each channel, has to be a factor of row i times a factor of row j for pairs to meet in a product of matrices.  Each row
+and channel of q, or of what takes its place, goes one of three ways, with all pairs that end there:
 
-    inner_i   for a row of an upper half: the product of the decays from the half's first token to i
-    outer_j   for a row of a lower half: the product of the decays after j to the half's last token
+Near: gc_i is at least -100.  The factors are 2^gc_i and 2^-gc_j.  The second is large, but the numbers stay in the
+range of bf16 and fp32, and the product is as precise as any other.  With gates of models this is the common case.
 
-The pair (i, j) belongs to the level of the top bit of i ^ j, where its decay is inner_i outer_j.  inner and outer grow
-from level to level as products of decays: one exponential a token and channel and no difference of sums, so a small
-gate keeps its digits beside a strong one and a gate of -inf is an ordinary 0.  After the last level they reach from
-the chunk's begin to i and from j to the chunk's end.  Every factor depends on tokens up to i alone.
+Mid: c_i, the gates summed from the begin of i's block of 16 tokens, is at least -100.  Pairs inside the block meet as
+above, with c for gc; pairs of different blocks at levels 4 and up.  At level l the chunk falls into halves of 2^l
+tokens, and the upper half of each pair of halves meets its lower half at their border.  The factor of a row is the
+decay between it and the border, at most 1 whatever the gates.  The pair (i, j) belongs to the level of the top bit of
+i ^ j.  A row is in one half only, so one operand a level serves both: q times its factor in the upper rows, k times its
+factor in the lower ones.
 
-As a row is in one half only, one operand a level serves both: q times inner in the upper rows, k times outer in the
-lower ones.  Tiles are [C, BK], C a power of two of at least 16; sums are fp32.
-The level is the variable of a loop on the device, in the kernel's body: unrolled, the compiler computes the masks of
-all levels first and runs out of registers.
+Far: the rest, as with gates of -50 or -inf.  All pairs meet at levels, from 0 up, but for a token with itself.
+
+What is not near is left to kernels of its own, which return at once from a chunk that is near: their code in the others
+would cost registers.  fp16 has not the range, so there all is far.  Which way a row and channel goes, and all that goes
+into row i of the scores, depends on tokens up to i alone.
+Tiles are [C, BK], C a power of two of at least 16; sums are fp32.
 """
 from __future__ import annotations
 
 import helion.language as hl
 import torch
 
+BLOCK_LEVEL = 4  # blocks have 2^4 tokens
+FAR_CHUNKS = 8  # chunks that a program for what is not near looks at
+_REACH = 100.0  # of c; leaves a factor of 2^27 for q, k and their sums
+
 
 def upper_half(level, C):
-    """Whether a row lies in the upper half of its block: bool [C, 1]."""
-    return ((hl.arange(C) >> level) % 2 == 1)[:, None]
-
-
-def factor(b_inner, b_outer, level, C):
-    """A row's decay to the anchor of its block: inner in an upper half, outer in a lower one."""
-    return torch.where(upper_half(level, C), b_inner, b_outer)
+    """Whether a row lies in the upper one of two halves: bool [C, 1]."""
+    return ((hl.arange(C) >> level) & 1 == 1)[:, None]
 
 
 def level_pairs(level, C):
-    """Whether two rows lie in the two halves of one block: bool [C, C], symmetric."""
+    """Whether two rows lie in the two halves of one pair of halves: bool [C, C], symmetric."""
     half = hl.arange(C) >> level
     return (half[:, None] ^ half[None, :]) == 1
+
+
+def between(first, end, C):
+    """Whether token j is in first_i .. end_i - 1: bool [C, C]."""
+    return (hl.arange(C)[None, :] >= first[:, None]) & (hl.arange(C)[None, :] < end[:, None])
+
+
+def half_begin(level, C):
+    """The first token of each token's half of 2^level tokens: int [C]."""
+    return (hl.arange(C) >> level) << level
+
+
+def half_end(level, C):
+    """The token after each token's half of 2^level tokens: int [C]."""
+    return ((hl.arange(C) >> level) + 1) << level
+
+
+def lower_half_end(level, C):
+    """The last token before the border of each token's two halves: int [C]."""
+    return half_begin(level + 1, C) + ((hl.arange(C) * 0 + 1) << level) - 1
+
+
+def upto(level, C):
+    """Whether token j is at or before token i in its half: bool [C, C]."""
+    return between(half_begin(level, C), hl.arange(C) + 1, C)
+
+
+def from_(level, C):
+    """Whether token j is at or after token i in its half: bool [C, C]."""
+    return between(hl.arange(C), half_end(level, C), C)
 
 
 def diagonal(C):
@@ -44,13 +77,43 @@ def diagonal(C):
     return hl.arange(C)[:, None] == hl.arange(C)[None, :]
 
 
-def first_level(b_g):
-    """inner and outer of halves of one row, from log2 gates."""
-    return torch.exp2(b_g), b_g * 0.0 + 1.0
+def reach(dtype):
+    """How far a sum of gates may fall for 2^-sum to be a factor; for fp16 not at all."""
+    return -1.0 if dtype == torch.float16 else _REACH
+
+
+def within(b_c, dtype):
+    """Which rows and channels of a sum of gates are in reach."""
+    return b_c >= -reach(dtype)
+
+
+def ahead(b_c, dtype):
+    """2^c of rows and channels in reach, else 0."""
+    return torch.where(within(b_c, dtype), torch.exp2(b_c), 0.0)
+
+
+def back(b_c, dtype):
+    """2^-c, as far as a row in reach reads it."""
+    return torch.exp2(torch.clamp(-b_c, max=reach(dtype)))
+
+
+def not_within(b_x, b_c, dtype):
+    """x where c is not in reach, else 0; fp32."""
+    return torch.where(within(b_c, dtype), 0.0, b_x.to(torch.float32))
+
+
+def first_level(b_c, dtype):
+    """The lowest level with pairs: 0 if anything is far."""
+    return torch.where(torch.amin(torch.amin(b_c, 1), 0) < -reach(dtype), 0, BLOCK_LEVEL)
+
+
+def at_level(b_x, b_c, level, dtype):
+    """x where its pairs at a level count: everywhere between blocks, where it is far inside them; x is not near."""
+    return torch.where(within(b_c, dtype) & (level < BLOCK_LEVEL), 0.0, b_x)
 
 
 def masked_sums(mask, b_x, dtype):
-    """sum_i mask_ti x_i of fp32 x [C, BK], in a kernel whose inputs are of `dtype`.
+    """sum_j mask_ij x_j of fp32 x [C, BK], in a kernel whose inputs are of `dtype`.
 
     Beside narrow inputs x goes into two products, as a bf16 value and the bf16 value of the rest: 16 bits.
     """
@@ -60,7 +123,12 @@ def masked_sums(mask, b_x, dtype):
     b_m = b_m.to(torch.bfloat16)
     b_high = b_x.to(torch.bfloat16)
     b_low = (b_x - b_high.to(torch.float32)).to(torch.bfloat16)
-    return hl.dot(b_m, b_low, acc=hl.dot(b_m, b_high, out_dtype=torch.float32))
+    return hl.dot(b_m, b_high, acc=hl.dot(b_m, b_low, out_dtype=torch.float32))
+
+
+def later_gate_sums(b_x, dtype, C):
+    """sum_{i<t} x_i over a chunk, where x_i decays over the gates after i."""
+    return masked_sums(hl.arange(C)[None, :] < hl.arange(C)[:, None], b_x, dtype)
 
 
 def level_gate_sums(b_x, level, dtype, C):
@@ -70,61 +138,39 @@ def level_gate_sums(b_x, level, dtype, C):
     for the gates after i.
     """
     idx = hl.arange(C)
-    half = idx >> level
-    upper = half % 2 == 1
-    inside = torch.where(upper[:, None], idx[None, :] >= idx[:, None], idx[None, :] < idx[:, None])
-    return masked_sums((half[:, None] == half[None, :]) & inside, b_x, dtype)
+    upper = (idx >> level) & 1 == 1
+    first = torch.where(upper, idx, half_begin(level, C))
+    return masked_sums(between(first, torch.where(upper, half_end(level, C), idx), C), b_x, dtype)
 
 
-def chunk_gate_sums(b_x, b_y, dtype, C):
-    """sum_{i>=t} x_i + sum_{j<t} y_j, where x_i decays over the chunk's gates up to i and y_j over those after j."""
-    idx = hl.arange(C)
-    b_sums = masked_sums(idx[None, :] >= idx[:, None], b_x, dtype)
-    return b_sums + masked_sums(idx[None, :] < idx[:, None], b_y, dtype)
+def block_gate_sums(b_x, level, dtype, C):
+    """sum_{i>=t} x_i over a half, with x_i the weights of the pairs that end in i less those that begin there.
 
-
-def next_level(b_inner, b_outer, level, dtype, C):
-    """inner and outer of halves twice as long.
-
-    inner_i outer_i, the decay over a whole half, extends inner of the half above it and outer of the half below it: a
-    permutation of rows, done as a product, to 16 bits beside narrow inputs and 22 beside fp32.
+    A pair whose tokens are both at or after t cancels: to fp32, if both weights are made of the same rounded numbers.
     """
-    idx = hl.arange(C)
-    upper = upper_half(level, C)
-    distance = (idx * 0 + 1) << level  # a tensor: torch 2.11 cannot trace a shift of the number 1
-    b_f = masked_sums((idx[:, None] ^ idx[None, :]) == distance[None, :], b_inner * b_outer, dtype)
-    b_f = b_f * factor(b_inner, b_outer, level, C)
-    return torch.where(upper, b_f, b_inner), torch.where(upper, b_outer, b_f)
+    return masked_sums(from_(level, C), b_x, dtype)
 
 
-def diagonal_scores(b_q, b_k, C):
-    """A_ii = q_i . k_i on the diagonal of zeros, fp32 [C, C]."""
-    return torch.where(diagonal(C), torch.sum(b_q.to(torch.float32) * b_k.to(torch.float32), 1)[:, None], 0.0)
+def level_scores(b_x, b_k, b_A, b_f, level, C):
+    """Adds a level's pairs to sum_d x_id k_jd decay_ijd, i > j.
 
-
-def query_scores(b_q, b_k, b_A, b_inner, b_outer, level, C):
-    """Adds a level's pairs to A_ij = sum_d q_id k_jd decay_ijd, i > j, and the same above the diagonal.
-
-    q, k [C, BK], A fp32 [C, C] -> A and the next level's inner and outer.
+    x, k [C, BK], A fp32 [C, C], f the level's factors.  A is right only below its diagonal.
     """
-    b_f = factor(b_inner, b_outer, level, C)
-    b_x = (torch.where(upper_half(level, C), b_q, b_k).to(torch.float32) * b_f).to(b_q.dtype)
-    b_s = hl.dot(b_x, b_x.transpose(0, 1), out_dtype=torch.float32)
-    return b_A + torch.where(level_pairs(level, C), b_s, 0.0), *next_level(b_inner, b_outer, level, b_q.dtype, C)
+    b_u = (torch.where(upper_half(level, C), b_x.to(torch.float32), b_k.to(torch.float32)) * b_f).to(b_k.dtype)
+    b_s = hl.dot(b_u, b_u.transpose(0, 1), out_dtype=torch.float32)
+    return b_A + torch.where(level_pairs(level, C), b_s, 0.0)
 
 
-def query_key_scores(b_q, b_k, b_A, b_L, b_inner, b_outer, level, C):
-    """query_scores, and the same with k for q: L_ij = sum_d k_id k_jd decay_ijd.
+def block_scores(b_x, b_k, b_c, level, C):
+    """sum_d x_id k_jd decay_ijd, i >= j, of pairs in one half of 2^level tokens with c_i in reach; fp32 [C, C]."""
+    b_u = (b_x.to(torch.float32) * ahead(b_c, b_k.dtype)).to(b_k.dtype)
+    b_y = (b_k.to(torch.float32) * back(b_c, b_k.dtype)).to(b_k.dtype)
+    return torch.where(upto(level, C), hl.dot(b_u, b_y.transpose(0, 1), out_dtype=torch.float32), 0.0)
 
-    q, k [C, BK], A, L fp32 [C, C] -> A, L and the next level's inner and outer.  A is right only below its diagonal.
-    """
-    pairs = level_pairs(level, C)
-    b_f = factor(b_inner, b_outer, level, C)
-    b_x = (torch.where(upper_half(level, C), b_q, b_k).to(torch.float32) * b_f).to(b_q.dtype)
-    b_y = (b_k.to(torch.float32) * b_f).to(b_k.dtype)
-    b_A = b_A + torch.where(pairs, hl.dot(b_x, b_y.transpose(0, 1), out_dtype=torch.float32), 0.0)
-    b_L = b_L + torch.where(pairs, hl.dot(b_y, b_y.transpose(0, 1), out_dtype=torch.float32), 0.0)
-    return b_A, b_L, *next_level(b_inner, b_outer, level, b_q.dtype, C)
+
+def diagonal_scores(b_x, b_k, C):
+    """x_i . k_i on the diagonal of zeros, fp32 [C, C]."""
+    return torch.where(diagonal(C), torch.sum(b_x * b_k.to(torch.float32), 1)[:, None], 0.0)
 
 
 def mirrored(b_x, C):
@@ -133,48 +179,50 @@ def mirrored(b_x, C):
     return torch.where(idx[:, None] >= idx[None, :], b_x, b_x.transpose(0, 1))
 
 
-def first_gradients(b_q, b_k, b_dA, C):
-    """What the pairs i = j give of dq and dk, fp32 [C, BK]; no gate lies between the two.
+def level_gradients(b_x, b_k, b_dA, b_f, level, C):
+    """The product of a level's pairs that gives the gradient of x in upper rows and of k in lower ones; and its
+    weights x_i dx_i and k_j dk_j, for level_gate_sums.
 
-    q, k [C, BK], dA [C, C].
+    x, k [C, BK], dA [C, C], mirrored, f the level's factors.
     """
-    b_d = torch.sum(torch.where(diagonal(C), b_dA.to(torch.float32), 0.0), 1)[:, None]
-    return b_d * b_k.to(torch.float32), b_d * b_q.to(torch.float32)
-
-
-def query_gradients(b_q, b_k, b_dA, b_dq, b_dk, b_dg, b_inner, b_outer, level, C):
-    """Adds what a level's pairs of A give to dq, dk and dg; and inner and outer of the next level.
-
-    q, k [C, BK], dA [C, C], mirrored; the rest fp32 [C, BK], and so the results: dq, dk, dg, inner, outer.
-    One product gives dq in the upper rows and dk in the lower ones.
-    """
-    upper = upper_half(level, C)
-    b_f = factor(b_inner, b_outer, level, C)
-    b_x = torch.where(upper, b_q, b_k).to(torch.float32)
+    b_u = torch.where(upper_half(level, C), b_x.to(torch.float32), b_k.to(torch.float32)) * b_f
     b_p = torch.where(level_pairs(level, C), b_dA, 0.0)
-    b_y = hl.dot(b_p, (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
-    b_dq = b_dq + torch.where(upper, b_y, 0.0)
-    b_dk = b_dk + torch.where(upper, 0.0, b_y)
-    b_dg = b_dg + level_gate_sums(b_x * b_y, level, b_q.dtype, C)
-    return b_dq, b_dk, b_dg, *next_level(b_inner, b_outer, level, b_q.dtype, C)
+    b_y = hl.dot(b_p, b_u.to(b_k.dtype), out_dtype=torch.float32)
+    return b_y * b_f, b_u * b_y
 
 
-def query_key_gradients(b_q, b_k, b_beta, b_dA, b_dL, b_dq, b_dk, b_dw, b_dg, b_inner, b_outer, level, C):
-    """query_gradients, and what comes from beta_i L_ij, whose gradient is dL; L as in query_key_scores.
+def diagonal_values(b_dA, C):
+    """The diagonal of dA, fp32 [C, 1]."""
+    return torch.sum(torch.where(diagonal(C), b_dA.to(torch.float32), 0.0), 1)[:, None]
 
-    As there, and beta fp32 [C, 1], dL [C, C], mirrored, and dw = sum_j dL_ij decay_ij k_j, which times beta is a part
-    of dk_i and times k_i, summed, one of dbeta_i.  dL meets k in the lower rows and beta k in the upper ones.
+
+def block_gradients(b_q, b_k, b_dA, b_c, level, C):
+    """What pairs in one half of 2^level tokens with c_i in reach give of dq and dk; and the weights of the pairs that
+    end in a row less those of the pairs that begin there, for block_gate_sums; fp32 [C, BK].
+
+    q, k [C, BK], dA [C, C], mirrored.
     """
-    upper = upper_half(level, C)
-    pairs = level_pairs(level, C)
-    b_f = factor(b_inner, b_outer, level, C)
-    b_x = torch.where(upper, b_q, b_k).to(torch.float32)
-    b_y = hl.dot(torch.where(pairs, b_dA, 0.0), (b_x * b_f).to(b_q.dtype), out_dtype=torch.float32) * b_f
-    b_b = torch.where(upper, b_beta, 1.0)
-    b_z = (b_k.to(torch.float32) * b_b * b_f).to(b_k.dtype)
-    b_z = hl.dot(torch.where(pairs, b_dL, 0.0), b_z, out_dtype=torch.float32) * b_f
-    b_dq = b_dq + torch.where(upper, b_y, 0.0)
-    b_dk = b_dk + torch.where(upper, 0.0, b_y + b_z)
-    b_dw = b_dw + torch.where(upper, b_z, 0.0)
-    b_dg = b_dg + level_gate_sums(b_x * b_y + b_k.to(torch.float32) * b_z * b_b, level, b_q.dtype, C)
-    return b_dq, b_dk, b_dw, b_dg, *next_level(b_inner, b_outer, level, b_q.dtype, C)
+    dtype = b_k.dtype
+    b_x = (b_q.to(torch.float32) * ahead(b_c, dtype)).to(dtype)
+    b_y = (b_k.to(torch.float32) * back(b_c, dtype)).to(dtype)
+    b_u = hl.dot(torch.where(upto(level, C), b_dA, 0.0), b_y, out_dtype=torch.float32)
+    b_v = hl.dot(torch.where(from_(level, C), b_dA, 0.0), b_x, out_dtype=torch.float32)
+    b_w = b_x.to(torch.float32) * b_u - b_y.to(torch.float32) * b_v
+    return b_u * ahead(b_c, dtype), b_v * back(b_c, dtype), b_w
+
+
+def block_key_gradients(b_q, b_z, b_k, b_dA, b_dL, b_c, level, C):
+    """block_gradients of A and of beta_i L_ij, whose gradient is dL, with z = beta k: dq, dk, dw and the weights.
+
+    dw = sum_j dL_ij decay_ij k_j, which times beta is a part of dk_i and times k_i, summed, one of dbeta_i.
+    """
+    dtype = b_k.dtype
+    b_x = (b_q.to(torch.float32) * ahead(b_c, dtype)).to(dtype)
+    b_z = (b_z * ahead(b_c, dtype)).to(dtype)
+    b_y = (b_k.to(torch.float32) * back(b_c, dtype)).to(dtype)
+    b_u = hl.dot(torch.where(upto(level, C), b_dA, 0.0), b_y, out_dtype=torch.float32)
+    b_w = hl.dot(torch.where(upto(level, C) & ~diagonal(C), b_dL, 0.0), b_y, out_dtype=torch.float32)
+    b_v = hl.dot(torch.where(from_(level, C), b_dA, 0.0), b_x, out_dtype=torch.float32)
+    b_v = hl.dot(torch.where(from_(level, C) & ~diagonal(C), b_dL, 0.0), b_z, acc=b_v)
+    b_p = b_x.to(torch.float32) * b_u + b_z.to(torch.float32) * b_w - b_y.to(torch.float32) * b_v
+    return b_u * ahead(b_c, dtype), b_v * back(b_c, dtype), b_w * ahead(b_c, dtype), b_p

@@ -1,4 +1,4 @@
-"""Sums of scalar gates over the tokens of a chunk, made once for all kernels that read them."""
+"""Sums of gates over the tokens of a chunk, made once for all kernels that read them."""
 from __future__ import annotations
 
 import helion.language as hl
@@ -24,4 +24,22 @@ def gate_cumsum_kernel(g: torch.Tensor, C: hl.constexpr) -> tuple[torch.Tensor, 
         b_g = log2_gate(g[tile_b.begin, tile_t, tile_h])
         gc[tile_b.begin, tile_t, tile_h] = torch.cumsum(b_g, 0)
         gl[tile_b.begin, tile_t.begin // C, tile_h] = torch.sum(b_g, 0)
+    return gc, gl
+
+
+@kernel()
+def channel_gate_cumsum_kernel(g: torch.Tensor, C: hl.constexpr) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_cumsum_kernel for a gate a channel: g [B,T,H,K] -> gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K]."""
+    B, T, H, K = g.size()
+    K = hl.specialize(K)
+    NT = (T + C - 1) // C
+    gc = torch.empty([B, T, H, K], dtype=torch.float32, device=g.device)
+    gl = torch.empty([B, NT, H, K], dtype=torch.float32, device=g.device)
+    BK = hl.register_block_size(16, K)
+    for tile_bh, tile_t, tile_k in hl.tile([B * H, T, K], block_size=[1, C, BK]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        b_g = log2_gate(g[i_b, tile_t, i_h, tile_k])
+        gc[i_b, tile_t, i_h, tile_k] = torch.cumsum(b_g, 0)
+        gl[i_b, tile_t.begin // C, i_h, tile_k] = torch.sum(b_g, 0)
     return gc, gl

@@ -10,19 +10,44 @@ CAPABILITY = (9, 0)
 
 GATE_CUMSUM_KERNEL = {
     "configs": [
-        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [8], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
         ((4,), 64): {
-            (8, 2048, 32): 0,
-            (8, 1024, 8): 1,
-            (4, 4096, 64): 1,
+            (8, 1024, 8): 0,
+            (8, 2048, 32): 1,
+            (4, 4096, 64): 2,
             (4, 2048, 16): 0,
             (2, 16384, 16): 1,
             (1, 8192, 96): 1,
+        },
+    },
+}
+
+CHANNEL_GATE_CUMSUM_KERNEL = {
+    "configs": [
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "tuned": {
+        ((4, 128), 64): {
+            (4, 4096, 64): 0,
+            (4, 2048, 16): 1,
+            (2, 16384, 16): 0,
+            (1, 8192, 96): 1,
+        },
+        ((4, 256), 64): {
+            (8, 2048, 32): 1,
+        },
+        ((4, 64), 64): {
+            (8, 1024, 8): 2,
         },
     },
 }
@@ -80,3 +105,11 @@ def key_gate_cumsum_kernel(*args):
 
 def autotune_gate_cumsum_kernel(*args):
     return dict(GATE_CUMSUM_KERNEL["configs"][_pick(GATE_CUMSUM_KERNEL, args)])
+
+
+def key_channel_gate_cumsum_kernel(*args):
+    return _pick(CHANNEL_GATE_CUMSUM_KERNEL, args)
+
+
+def autotune_channel_gate_cumsum_kernel(*args):
+    return dict(CHANNEL_GATE_CUMSUM_KERNEL["configs"][_pick(CHANNEL_GATE_CUMSUM_KERNEL, args)])

@@ -10,22 +10,45 @@ CAPABILITY = (10, 0)
 
 KDA_SCORES_KERNEL = {
     "configs": [
-        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 256), (2, 256), (4, 256), (2,), 64): {
+        ((2, 256), (2, 256), (4, 256), (4, 256), (2,), 64): {
             (8, 2048, 32): 0,
         },
-        ((2, 128), (2, 128), (4, 128), (2,), 64): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 0,
-            (2, 16384, 16): 0,
-            (1, 8192, 96): 0,
+        ((2, 128), (2, 128), (4, 128), (4, 128), (2,), 64): {
+            (4, 4096, 64): 1,
+            (4, 2048, 16): 1,
+            (2, 16384, 16): 1,
+            (1, 8192, 96): 1,
         },
-        ((2, 64), (2, 64), (4, 64), (2,), 64): {
+        ((2, 64), (2, 64), (4, 64), (4, 64), (2,), 64): {
+            (8, 1024, 8): 0,
+        },
+    },
+}
+
+KDA_FAR_SCORES_KERNEL = {
+    "configs": [
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "tuned": {
+        ((2, 128), (2, 128), (4, 128), (4, 128), (2,), (2, 64), (4, 64), 64): {
+            (1, 8192, 96): 0,
+            (2, 16384, 16): 0,
+            (4, 2048, 16): 0,
+            (4, 4096, 64): 0,
+        },
+        ((2, 256), (2, 256), (4, 256), (4, 256), (2,), (2, 64), (4, 64), 64): {
+            (8, 2048, 32): 0,
+        },
+        ((2, 64), (2, 64), (4, 64), (4, 64), (2,), (2, 64), (4, 64), 64): {
             (8, 1024, 8): 0,
         },
     },
@@ -44,9 +67,9 @@ KDA_SOLVE_KERNEL = {
             (8, 2048, 32): 0,
         },
         ((4, 64), (2, 128), (2, 128), (2,)): {
-            (4, 4096, 64): 0,
+            (4, 4096, 64): 1,
             (4, 2048, 16): 0,
-            (2, 16384, 16): 1,
+            (2, 16384, 16): 0,
             (1, 8192, 96): 1,
         },
         ((4, 64), (2, 64), (2, 64), (2,)): {
@@ -81,22 +104,50 @@ KDA_BWD_V_KERNEL = {
 
 KDA_BWD_QK_KERNEL = {
     "configs": [
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [32, 128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 1, 1024: 0},  # bytes of the widest row -> config
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 256), (2, 256), (4, 256), (2,), (2, 256), (2, 256), (2, 256), (2, 64), (2, 64), (2, 256, 256), (2, 256, 256), None, 64): {
+        ((2, 256), (2, 256), (4, 256), (4, 256), (2,), (2, 256), (2, 256), (2, 256), (2, 64), (2, 64), (2, 256, 256), (2, 256, 256), None, 64): {
             (8, 2048, 32): 0,
         },
-        ((2, 128), (2, 128), (4, 128), (2,), (2, 128), (2, 128), (2, 128), (2, 64), (2, 64), (2, 128, 128), (2, 128, 128), None, 64): {
-            (4, 4096, 64): 1,
-            (4, 2048, 16): 1,
-            (2, 16384, 16): 1,
-            (1, 8192, 96): 1,
+        ((2, 128), (2, 128), (4, 128), (4, 128), (2,), (2, 128), (2, 128), (2, 128), (2, 64), (2, 64), (2, 128, 128), (2, 128, 128), None, 64): {
+            (4, 4096, 64): 0,
+            (4, 2048, 16): 0,
+            (2, 16384, 16): 0,
+            (1, 8192, 96): 0,
         },
-        ((2, 64), (2, 64), (4, 64), (2,), (2, 64), (2, 64), (2, 64), (2, 64), (2, 64), (2, 64, 64), (2, 64, 64), None, 64): {
+        ((2, 64), (2, 64), (4, 64), (4, 64), (2,), (2, 64), (2, 64), (2, 64), (2, 64), (2, 64), (2, 64, 64), (2, 64, 64), None, 64): {
             (8, 1024, 8): 1,
+        },
+    },
+}
+
+KDA_FAR_BWD_QK_KERNEL = {
+    "configs": [
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "tuned": {
+        ((2, 128), (2, 128), (4, 128), (4, 128), (2,), (2, 64), (2, 64), (2, 128), (2, 128), (4, 128), (4, 96), 64): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), (4, 128), (2,), (2, 64), (2, 64), (2, 128), (2, 128), (4, 128), (4, 16), 64): {
+            (2, 16384, 16): 0,
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), (4, 128), (2,), (2, 64), (2, 64), (2, 128), (2, 128), (4, 128), (4, 64), 64): {
+            (4, 4096, 64): 0,
+        },
+        ((2, 256), (2, 256), (4, 256), (4, 256), (2,), (2, 64), (2, 64), (2, 256), (2, 256), (4, 256), (4, 32), 64): {
+            (8, 2048, 32): 1,
+        },
+        ((2, 64), (2, 64), (4, 64), (4, 64), (2,), (2, 64), (2, 64), (2, 64), (2, 64), (4, 64), (4, 8), 64): {
+            (8, 1024, 8): 0,
         },
     },
 }
@@ -156,6 +207,14 @@ def autotune_kda_scores_kernel(*args):
     return dict(KDA_SCORES_KERNEL["configs"][_pick(KDA_SCORES_KERNEL, args)])
 
 
+def key_kda_far_scores_kernel(*args):
+    return _pick(KDA_FAR_SCORES_KERNEL, args)
+
+
+def autotune_kda_far_scores_kernel(*args):
+    return dict(KDA_FAR_SCORES_KERNEL["configs"][_pick(KDA_FAR_SCORES_KERNEL, args)])
+
+
 def key_kda_solve_kernel(*args):
     return _pick(KDA_SOLVE_KERNEL, args)
 
@@ -178,3 +237,11 @@ def key_kda_bwd_qk_kernel(*args):
 
 def autotune_kda_bwd_qk_kernel(*args):
     return dict(KDA_BWD_QK_KERNEL["configs"][_pick(KDA_BWD_QK_KERNEL, args)])
+
+
+def key_kda_far_bwd_qk_kernel(*args):
+    return _pick(KDA_FAR_BWD_QK_KERNEL, args)
+
+
+def autotune_kda_far_bwd_qk_kernel(*args):
+    return dict(KDA_FAR_BWD_QK_KERNEL["configs"][_pick(KDA_FAR_BWD_QK_KERNEL, args)])

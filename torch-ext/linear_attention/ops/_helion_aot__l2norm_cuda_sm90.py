@@ -10,12 +10,12 @@ CAPABILITY = (9, 0)
 
 L2NORM_FWD_KERNEL = {
     "configs": [
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [8], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
         ((2, 256), (2, 256)): {
             (8, 2048, 32): 0,
@@ -23,23 +23,29 @@ L2NORM_FWD_KERNEL = {
         ((2, 128), (2, 128)): {
             (4, 2048, 16): 1,
         },
+        ((2, 64), (2, 64)): {
+            (8, 1024, 8): 2,
+        },
     },
 }
 
 L2NORM_BWD_KERNEL = {
     "configs": [
-        {'block_sizes': [8], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [8], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
         ((2, 256), (2, 256), (2, 256), (2, 256)): {
             (8, 2048, 32): 0,
         },
         ((2, 128), (2, 128), (2, 128), (2, 128)): {
             (4, 2048, 16): 1,
+        },
+        ((2, 64), (2, 64), (2, 64), (2, 64)): {
+            (8, 1024, 8): 2,
         },
     },
 }

@@ -1,4 +1,4 @@
-"""Configs of the kernels of _scalar_delta.py for sm90 (derived, not measured; measured on NVIDIA H200).
+"""Configs of the kernels of _scalar_delta.py for sm90 (measured on NVIDIA H200).
 
 Rendered by tools/render_configs.py from configs/: edit those, not this file.
 """
@@ -18,6 +18,9 @@ SCALAR_DELTA_PREPARE_KERNEL = {
     "tuned": {
         ((2, 128), (2, 128), (2, 128), None, (2,), 64): {
             (4, 4096, 64): 0,
+            (4, 2048, 16): 0,
+            (2, 16384, 16): 0,
+            (1, 8192, 96): 0,
         },
         ((2, 256), (2, 256), (2, 256), (4,), (2,), 64): {
             (8, 2048, 32): 0,
@@ -42,21 +45,22 @@ SCALAR_DELTA_PREPARE_KERNEL = {
 
 SCALAR_DELTA_BWD_V_KERNEL = {
     "configs": [
-        {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2,), (2, 64), (2, 128)): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 0,
-            (2, 16384, 16): 0,
-            (1, 8192, 96): 0,
+            (4, 2048, 16): 2,
+            (2, 16384, 16): 2,
+            (1, 8192, 96): 2,
         },
         ((2, 256), (2,), (2, 64), (2, 256)): {
-            (8, 2048, 32): 1,
+            (8, 2048, 32): 0,
         },
         ((2, 64), (2,), (2, 64), (2, 64)): {
             (8, 1024, 8): 1,
@@ -66,33 +70,35 @@ SCALAR_DELTA_BWD_V_KERNEL = {
 
 SCALAR_DELTA_BWD_KERNEL = {
     "configs": [
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
+        ((2, 128), (2, 128), None, (2,), (2, 128), (2, 128, 128), (2, 128), (2, 128, 128), (2, 128), (4,), None, 64): {
+            (4, 4096, 64): 0,
+            (4, 2048, 16): 0,
+            (2, 16384, 16): 0,
+            (1, 8192, 96): 0,
+        },
+        ((2, 64), (2, 64), (4,), (2,), (2, 64), (2, 64, 64), (2, 64), (2, 64, 64), (2, 64), (4,), None, 64): {
+            (8, 1024, 8): 0,
+        },
+        ((2, 64), (2, 64), None, (2,), (2, 64), (2, 64, 64), (2, 64), (2, 64, 64), (2, 64), (4,), None, 64): {
+            (8, 1024, 8): 0,
+        },
         ((2, 256), (2, 256), (4,), (2,), (2, 256), (2, 256, 256), (2, 256), (2, 256, 256), (2, 256), (4,), None, 64): {
             (8, 2048, 32): 0,
         },
-        ((2, 64), (2, 64), (4,), (2,), (2, 64), (2, 64, 64), (2, 64), (2, 64, 64), (2, 64), (4,), None, 64): {
-            (8, 1024, 8): 1,
-        },
         ((2, 128), (2, 128), (4,), (2,), (2, 128), (2, 128, 128), (2, 128), (2, 128, 128), (2, 128), (4,), None, 64): {
-            (4, 4096, 64): 1,
-            (4, 2048, 16): 1,
-            (2, 16384, 16): 1,
-            (1, 8192, 96): 1,
+            (4, 4096, 64): 0,
+            (4, 2048, 16): 0,
+            (2, 16384, 16): 0,
+            (1, 8192, 96): 0,
         },
         ((2, 256), (2, 256), None, (2,), (2, 256), (2, 256, 256), (2, 256), (2, 256, 256), (2, 256), (4,), None, 64): {
-            (8, 2048, 32): 1,
-        },
-        ((2, 64), (2, 64), None, (2,), (2, 64), (2, 64, 64), (2, 64), (2, 64, 64), (2, 64), (4,), None, 64): {
-            (8, 1024, 8): 1,
-        },
-        ((2, 128), (2, 128), None, (2,), (2, 128), (2, 128, 128), (2, 128), (2, 128, 128), (2, 128), (4,), None, 64): {
-            (4, 4096, 64): 1,
+            (8, 2048, 32): 0,
         },
     },
 }

@@ -11,9 +11,9 @@ CAPABILITY = (10, 0)
 SCALAR_FWD_O_KERNEL = {
     "configs": [
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
@@ -21,27 +21,27 @@ SCALAR_FWD_O_KERNEL = {
     "tuned": {
         ((2, 128), (2, 128), (2, 128), None, None, None, 64): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 0,
-            (2, 16384, 16): 0,
+            (4, 2048, 16): 1,
+            (2, 16384, 16): 2,
             (1, 8192, 96): 0,
         },
         ((2, 64), (2, 64), (2, 64), None, None, None, 64): {
-            (8, 1024, 8): 1,
+            (8, 1024, 8): 2,
         },
         ((2, 256), (2, 256), (2, 256), None, None, None, 64): {
-            (8, 2048, 32): 2,
+            (8, 2048, 32): 3,
         },
         ((2, 128), (2, 128), (2, 128), (4,), None, None, 64): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 0,
-            (2, 16384, 16): 3,
+            (4, 2048, 16): 2,
+            (2, 16384, 16): 2,
             (1, 8192, 96): 0,
         },
         ((2, 64), (2, 64), (2, 64), (4,), None, None, 64): {
-            (8, 1024, 8): 3,
+            (8, 1024, 8): 2,
         },
         ((2, 256), (2, 256), (2, 256), (4,), None, None, 64): {
-            (8, 2048, 32): 2,
+            (8, 2048, 32): 3,
         },
     },
 }
@@ -49,34 +49,35 @@ SCALAR_FWD_O_KERNEL = {
 SCALAR_FWD_STATE_KERNEL = {
     "configs": [
         {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
-        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
+    "safe": {256: 5, 1024: 6},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), None, None, 64): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 0,
-            (2, 16384, 16): 1,
+            (4, 2048, 16): 1,
+            (2, 16384, 16): 2,
             (1, 8192, 96): 2,
         },
         ((2, 64), (2, 64), None, None, 64): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 3,
         },
         ((2, 256), (2, 256), None, None, 64): {
             (8, 2048, 32): 0,
         },
         ((2, 128), (2, 128), (4,), None, 64): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 1,
-            (2, 16384, 16): 1,
+            (4, 2048, 16): 0,
+            (2, 16384, 16): 2,
             (1, 8192, 96): 2,
         },
         ((2, 64), (2, 64), (4,), None, 64): {
-            (8, 1024, 8): 3,
+            (8, 1024, 8): 4,
         },
         ((2, 256), (2, 256), (4,), None, 64): {
             (8, 2048, 32): 0,
@@ -88,20 +89,19 @@ SCALAR_BWD_STATE_KERNEL = {
     "configs": [
         {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
         {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [32, 32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
+        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 6, 1024: 7},  # bytes of the widest row -> config
+    "safe": {256: 5, 1024: 6},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), None, None, None, 64): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 1,
-            (2, 16384, 16): 1,
-            (1, 8192, 96): 2,
+            (2, 16384, 16): 2,
+            (1, 8192, 96): 1,
         },
         ((2, 64), (2, 64), None, None, None, 64): {
             (8, 1024, 8): 3,
@@ -111,12 +111,12 @@ SCALAR_BWD_STATE_KERNEL = {
         },
         ((2, 128), (2, 128), (4,), None, None, 64): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 3,
-            (2, 16384, 16): 3,
-            (1, 8192, 96): 4,
+            (4, 2048, 16): 2,
+            (2, 16384, 16): 2,
+            (1, 8192, 96): 2,
         },
         ((2, 64), (2, 64), (4,), None, None, 64): {
-            (8, 1024, 8): 5,
+            (8, 1024, 8): 4,
         },
         ((2, 256), (2, 256), (4,), None, None, 64): {
             (8, 2048, 32): 0,
@@ -129,11 +129,10 @@ SCALAR_BWD_QK_KERNEL = {
         {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
+    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (2, 128), None, (2, 128), (2, 128, 128), (2, 128, 128), None, 64): {
             (4, 4096, 64): 0,
@@ -157,7 +156,7 @@ SCALAR_BWD_QK_KERNEL = {
             (8, 1024, 8): 2,
         },
         ((2, 256), (2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), (2, 256, 256), None, 64): {
-            (8, 2048, 32): 3,
+            (8, 2048, 32): 1,
         },
     },
 }
@@ -166,11 +165,12 @@ SCALAR_BWD_V_KERNEL = {
     "configs": [
         {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
         {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
+        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
+    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), None, (2, 128), (2, 128, 128), None, 64): {
             (4, 4096, 64): 0,
@@ -191,10 +191,10 @@ SCALAR_BWD_V_KERNEL = {
             (8, 1024, 8): 2,
         },
         ((2, 64), (2, 64), (4,), (2, 64), (2, 64, 64), None, 64): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 3,
         },
         ((2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), None, 64): {
-            (8, 2048, 32): 2,
+            (8, 2048, 32): 1,
         },
     },
 }

@@ -10,24 +10,48 @@ CAPABILITY = (9, 0)
 
 GLA_SCORES_KERNEL = {
     "configs": [
-        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4, 128), 64): {
+        ((2, 128), (2, 128), (4, 128), (4, 128), 64): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 0,
             (2, 16384, 16): 0,
             (1, 8192, 96): 0,
         },
-        ((2, 256), (2, 256), (4, 256), 64): {
+        ((2, 256), (2, 256), (4, 256), (4, 256), 64): {
+            (8, 2048, 32): 1,
+        },
+        ((2, 64), (2, 64), (4, 64), (4, 64), 64): {
+            (8, 1024, 8): 2,
+        },
+    },
+}
+
+GLA_FAR_SCORES_KERNEL = {
+    "configs": [
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
+    "tuned": {
+        ((2, 128), (2, 128), (4, 128), (4, 128), (2, 64), 64): {
+            (1, 8192, 96): 0,
+            (2, 16384, 16): 0,
+            (4, 2048, 16): 0,
+            (4, 4096, 64): 0,
+        },
+        ((2, 256), (2, 256), (4, 256), (4, 256), (2, 64), 64): {
             (8, 2048, 32): 0,
         },
-        ((2, 64), (2, 64), (4, 64), 64): {
-            (8, 1024, 8): 1,
+        ((2, 64), (2, 64), (4, 64), (4, 64), (2, 64), 64): {
+            (8, 1024, 8): 0,
         },
     },
 }
@@ -35,8 +59,8 @@ GLA_SCORES_KERNEL = {
 GLA_FWD_O_KERNEL = {
     "configs": [
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
@@ -45,14 +69,14 @@ GLA_FWD_O_KERNEL = {
         ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 0,
-            (2, 16384, 16): 0,
+            (2, 16384, 16): 1,
             (1, 8192, 96): 0,
         },
         ((2, 256), (2, 256), (2, 256), (2, 64), (4, 256), None, None): {
-            (8, 2048, 32): 1,
+            (8, 2048, 32): 2,
         },
         ((2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 1,
         },
     },
 }
@@ -61,24 +85,26 @@ GLA_STATE_KERNEL = {
     "configs": [
         {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
         {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
+        {'block_sizes': [32, 32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
+    "safe": {256: 6, 1024: 7},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (4, 128), None, None, 64, True): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 1,
-            (2, 16384, 16): 1,
-            (1, 8192, 96): 2,
+            (2, 16384, 16): 2,
+            (1, 8192, 96): 3,
         },
         ((2, 128), (2, 128), (4, 128), None, None, 64, False): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 1,
-            (2, 16384, 16): 1,
-            (1, 8192, 96): 2,
+            (2, 16384, 16): 3,
+            (1, 8192, 96): 3,
         },
         ((2, 256), (2, 256), (4, 256), None, None, 64, True): {
             (8, 2048, 32): 0,
@@ -87,58 +113,80 @@ GLA_STATE_KERNEL = {
             (8, 2048, 32): 0,
         },
         ((2, 64), (2, 64), (4, 64), None, None, 64, True): {
-            (8, 1024, 8): 3,
+            (8, 1024, 8): 4,
         },
         ((2, 64), (2, 64), (4, 64), None, None, 64, False): {
-            (8, 1024, 8): 3,
+            (8, 1024, 8): 5,
         },
     },
 }
 
 GLA_BWD_V_KERNEL = {
     "configs": [
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
     "tuned": {
         ((2, 64), (2, 128), (2, 128), (2, 128), (2, 128, 128), None): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 0,
-            (2, 16384, 16): 0,
-            (1, 8192, 96): 0,
+            (2, 16384, 16): 1,
+            (1, 8192, 96): 1,
         },
         ((2, 64), (2, 256), (2, 256), (2, 256), (2, 256, 256), None): {
-            (8, 2048, 32): 0,
+            (8, 2048, 32): 1,
         },
         ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64, 64), None): {
-            (8, 1024, 8): 1,
+            (8, 1024, 8): 2,
         },
     },
 }
 
 GLA_BWD_QK_KERNEL = {
     "configs": [
-        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4, 128), (2, 128), (2, 128), (2, 64), (2, 128, 128), (2, 128, 128), None, 64): {
+        ((2, 128), (2, 128), (4, 128), (4, 128), (2, 128), (2, 128), (2, 64), (2, 128, 128), (2, 128, 128), None, 64): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 0,
             (2, 16384, 16): 0,
-            (1, 8192, 96): 1,
+            (1, 8192, 96): 0,
         },
-        ((2, 256), (2, 256), (4, 256), (2, 256), (2, 256), (2, 64), (2, 256, 256), (2, 256, 256), None, 64): {
-            (8, 2048, 32): 1,
+        ((2, 256), (2, 256), (4, 256), (4, 256), (2, 256), (2, 256), (2, 64), (2, 256, 256), (2, 256, 256), None, 64): {
+            (8, 2048, 32): 0,
         },
-        ((2, 64), (2, 64), (4, 64), (2, 64), (2, 64), (2, 64), (2, 64, 64), (2, 64, 64), None, 64): {
-            (8, 1024, 8): 1,
+        ((2, 64), (2, 64), (4, 64), (4, 64), (2, 64), (2, 64), (2, 64), (2, 64, 64), (2, 64, 64), None, 64): {
+            (8, 1024, 8): 0,
+        },
+    },
+}
+
+GLA_FAR_BWD_QK_KERNEL = {
+    "configs": [
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "tuned": {
+        ((2, 128), (2, 128), (4, 128), (4, 128), (2, 64), (2, 128), (2, 128), (4, 128), 64): {
+            (1, 8192, 96): 0,
+            (2, 16384, 16): 0,
+            (4, 2048, 16): 0,
+            (4, 4096, 64): 0,
+        },
+        ((2, 256), (2, 256), (4, 256), (4, 256), (2, 64), (2, 256), (2, 256), (4, 256), 64): {
+            (8, 2048, 32): 0,
+        },
+        ((2, 64), (2, 64), (4, 64), (4, 64), (2, 64), (2, 64), (2, 64), (4, 64), 64): {
+            (8, 1024, 8): 0,
         },
     },
 }
@@ -198,6 +246,14 @@ def autotune_gla_scores_kernel(*args):
     return dict(GLA_SCORES_KERNEL["configs"][_pick(GLA_SCORES_KERNEL, args)])
 
 
+def key_gla_far_scores_kernel(*args):
+    return _pick(GLA_FAR_SCORES_KERNEL, args)
+
+
+def autotune_gla_far_scores_kernel(*args):
+    return dict(GLA_FAR_SCORES_KERNEL["configs"][_pick(GLA_FAR_SCORES_KERNEL, args)])
+
+
 def key_gla_fwd_o_kernel(*args):
     return _pick(GLA_FWD_O_KERNEL, args)
 
@@ -228,3 +284,11 @@ def key_gla_bwd_qk_kernel(*args):
 
 def autotune_gla_bwd_qk_kernel(*args):
     return dict(GLA_BWD_QK_KERNEL["configs"][_pick(GLA_BWD_QK_KERNEL, args)])
+
+
+def key_gla_far_bwd_qk_kernel(*args):
+    return _pick(GLA_FAR_BWD_QK_KERNEL, args)
+
+
+def autotune_gla_far_bwd_qk_kernel(*args):
+    return dict(GLA_FAR_BWD_QK_KERNEL["configs"][_pick(GLA_FAR_BWD_QK_KERNEL, args)])

@@ -13,26 +13,38 @@ import torch
 
 from ._aot import kernel
 from ._channel_gate import (
-    chunk_gate_sums,
+    BLOCK_LEVEL,
+    FAR_CHUNKS,
+    at_level,
+    block_gate_sums,
+    block_key_gradients,
+    block_scores,
     diagonal_scores,
-    first_gradients,
+    diagonal_values,
     first_level,
+    half_begin,
+    later_gate_sums,
+    level_gate_sums,
+    level_gradients,
+    level_scores,
+    lower_half_end,
     mirrored,
-    query_key_gradients,
-    query_key_scores,
+    not_within,
+    reach,
+    upper_half,
 )
-from ._tile import log2_gate, unit_lower_inverse
+from ._tile import unit_lower_inverse
 
 
 @kernel(dot_precision="tf32x3")
 def kda_scores_kernel(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, C: hl.constexpr
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, C: hl.constexpr
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j;
-    qg = 2^gc q;  kb = 2^gc k;  kg = 2^(gl - gc) k;  gl.
+    qg = 2^gc q;  kb = 2^gc k;  kg = 2^(gl - gc) k.
 
-    q, k, g [B,T,H,K], beta [B,T,H] -> A [B,T,H,C], zero above the diagonal, and qg, kb, kg [B,T,H,K] in q's dtype,
-    L fp32 [B,T,H,C], zero on and above the diagonal, gl fp32 [B,NT,H,K].
+    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], beta [B,T,H] -> A [B,T,H,C], zero above the diagonal, and qg,
+    kb, kg [B,T,H,K] in q's dtype, L fp32 [B,T,H,C], zero on and above the diagonal.
     One program a head and chunk.
     """
     B, T, H, K = q.size()
@@ -44,34 +56,84 @@ def kda_scores_kernel(
     qg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     kb = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     kg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    gl = torch.empty([B, NT, H, K], dtype=torch.float32, device=q.device)
     BK = hl.register_block_size(16, K)
     for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
         idx = hl.arange(C)
-        i_t = tile_c.begin * C + idx
+        begin = tile_c.begin * C
+        i_t = begin + idx
         rows = (i_t < T)[:, None]
         b_A = hl.zeros([C, C], dtype=torch.float32)
         b_L = hl.zeros([C, C], dtype=torch.float32)
         for tile_k in hl.tile(K, block_size=BK):
-            b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
-            gl[i_b, tile_c.begin, i_h, tile_k] = torch.sum(b_g, 0)
             b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_A = b_A + diagonal_scores(b_q, b_k, C)
-            b_inner, b_outer = first_level(b_g)
-            for level in hl.grid(levels):
-                b_A, b_L, b_inner, b_outer = query_key_scores(b_q, b_k, b_A, b_L, b_inner, b_outer, level, C)
-            hl.store(qg, [i_b, i_t, i_h, tile_k], (b_q.to(torch.float32) * b_inner).to(qg.dtype), extra_mask=rows)
-            hl.store(kb, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_inner).to(kb.dtype), extra_mask=rows)
-            hl.store(kg, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_outer).to(kg.dtype), extra_mask=rows)
+            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+            b_from = torch.exp2(b_gc)
+            hl.store(qg, [i_b, i_t, i_h, tile_k], (b_q.to(torch.float32) * b_from).to(qg.dtype), extra_mask=rows)
+            hl.store(kb, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_from).to(kb.dtype), extra_mask=rows)
+            b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
+            b_kg = b_k.to(torch.float32) * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
+            hl.store(kg, [i_b, i_t, i_h, tile_k], b_kg.to(kg.dtype), extra_mask=rows)
+            b_A = b_A + block_scores(b_q, b_k, b_gc, levels, C)
+            b_L = b_L + block_scores(b_k, b_k, b_gc, levels, C)
         b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
         hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
         b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)
         b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
         hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=rows)
-    return A, L, qg, kb, kg, gl
+    return A, L, qg, kb, kg
+
+
+@kernel(dot_precision="tf32x3")
+def kda_far_scores_kernel(
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, A: torch.Tensor,
+    L: torch.Tensor, C: hl.constexpr,
+) -> None:
+    """Adds to A and L of kda_scores_kernel the rows and channels of q and k that are not near.  Most chunks have none.
+
+    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], beta [B,T,H], A [B,T,H,C], L fp32 [B,T,H,C].
+    One program a head and 8 chunks.
+    """
+    B, T, H, K = q.size()
+    K = hl.specialize(K)
+    levels = C.bit_length() - 1
+    BK = hl.register_block_size(16, K)
+    for tile_bh, tile_n in hl.tile([B * H, (T + C - 1) // C], block_size=[1, FAR_CHUNKS]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        if torch.amin(torch.amin(gl[i_b, tile_n, i_h, :], 1), 0) < -reach(q.dtype):
+            for i_c in hl.grid(tile_n.begin, tile_n.end):
+                if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
+                    begin = i_c * C
+                    i_t = begin + hl.arange(C)
+                    rows = (i_t < T)[:, None]
+                    b_A = hl.zeros([C, C], dtype=torch.float32)
+                    b_L = hl.zeros([C, C], dtype=torch.float32)
+                    for tile_k in hl.tile(K, block_size=BK):
+                        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+                        b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
+                        b_y = not_within(b_k, b_gc, q.dtype)
+                        i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                        b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
+                        b_A = b_A + block_scores(b_x, b_k, b_c, BLOCK_LEVEL, C)
+                        b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
+                        b_L = b_L + block_scores(b_y, b_k, b_c, BLOCK_LEVEL, C)
+                        for level in hl.grid(first_level(b_c, q.dtype), levels):
+                            i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                            b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
+                            b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
+                            b_L = level_scores(at_level(b_y, b_c, level, q.dtype), b_k, b_L, b_f, level, C)
+                    idx = hl.arange(C)
+                    b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
+                    b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=rows).to(torch.float32)
+                    hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
+                    b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)
+                    b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
+                    b_L = b_L + hl.load(L, [i_b, i_t, i_h, idx], extra_mask=rows)
+                    hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=rows)
 
 
 @kernel(dot_precision="tf32x3")
@@ -161,9 +223,9 @@ def kda_bwd_v_kernel(
 
 @kernel(dot_precision="tf32x3")
 def kda_bwd_qk_kernel(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, do: torch.Tensor, n: torch.Tensor,
-    r: torch.Tensor, dA: torch.Tensor, dL: torch.Tensor, S: torch.Tensor, D: torch.Tensor, scale: float,
-    C: hl.constexpr,
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, do: torch.Tensor,
+    n: torch.Tensor, r: torch.Tensor, dA: torch.Tensor, dL: torch.Tensor, S: torch.Tensor, D: torch.Tensor,
+    scale: float, C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """With x = scale 2^gc do S^T, y = 2^(gl - gc) n D^T, z = -2^gc r S^T and e_ij = 2^(gc_i - gc_j):
 
@@ -173,8 +235,8 @@ def kda_bwd_qk_kernel(
     dg_t = sum_{i>=t>j} (dA_ij A_ij + dL_ij L_ij) + sum_{i>=t} (q x + beta k z)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
     with every sum of dg in each channel.  The division by beta is only notation.
 
-    q, k, g [B,T,H,K], beta [B,T,H], do, n, r [B,T,H,V], dA, dL [B,T,H,C], S, D [B,NT,H,K,V]
-    -> dq, dk in q's dtype, dg in g's, the K part of dbeta, fp32 [NK,B,T,H], a K tile each.
+    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], beta [B,T,H], do, n, r [B,T,H,V], dA, dL [B,T,H,C],
+    S, D [B,NT,H,K,V] -> dq, dk in q's dtype, dg fp32, the K part of dbeta, fp32 [NK,B,T,H], a K tile each.
     One program a head, chunk and K tile.
     """
     B, T, H, K = q.size()
@@ -185,26 +247,21 @@ def kda_bwd_qk_kernel(
     BV = hl.register_block_size(16, V)
     dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     dk = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    dg = torch.empty([B, T, H, K], dtype=g.dtype, device=q.device)
+    dg = torch.empty([B, T, H, K], dtype=torch.float32, device=q.device)
     dbeta = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=q.device)
     for tile_bh, tile_c, tile_k in hl.tile([B * H, NT, K], block_size=[1, 1, BK]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        i_t = tile_c.begin * C + hl.arange(C)
+        begin = tile_c.begin * C
+        i_t = begin + hl.arange(C)
         rows = (i_t < T)[:, None]
         b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
         b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-        b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
+        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
         b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
         b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
         b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-        b_dq, b_dk = first_gradients(b_q, b_k, b_dA, C)
-        b_dw = hl.zeros([C, tile_k], dtype=torch.float32)
-        b_dg = hl.zeros([C, tile_k], dtype=torch.float32)
-        b_inner, b_outer = first_level(b_g)
-        for level in hl.grid(levels):
-            b_dq, b_dk, b_dw, b_dg, b_inner, b_outer = query_key_gradients(
-                b_q, b_k, b_beta, b_dA, b_dL, b_dq, b_dk, b_dw, b_dg, b_inner, b_outer, level, C)
+        b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
         b_x = hl.zeros([C, tile_k], dtype=torch.float32)
         b_y = hl.zeros([C, tile_k], dtype=torch.float32)
         b_z = hl.zeros([C, tile_k], dtype=torch.float32)
@@ -216,16 +273,82 @@ def kda_bwd_qk_kernel(
             b_y = hl.dot(hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_D.transpose(0, 1), acc=b_y)
             b_z = hl.dot(hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_S.transpose(0, 1), acc=b_z)
             b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
-        b_SD = b_SD * torch.exp2(torch.sum(b_g, 0))
-        b_x = b_x * b_inner * scale
-        b_y = b_y * b_outer
-        b_z = -b_z * b_inner
-        b_rows = b_q.to(torch.float32) * b_x + b_k.to(torch.float32) * b_z * b_beta
-        b_dg = b_dg + chunk_gate_sums(b_rows, b_k.to(torch.float32) * b_y, q.dtype, C)
+        b_kb = b_k.to(torch.float32) * b_beta
+        b_x = b_x * torch.exp2(b_gc) * scale
+        b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
+        b_z = -b_z * torch.exp2(b_gc)
+        b_dq, b_dk, b_dw, b_p = block_key_gradients(b_q, b_kb, b_k, b_dA, b_dL, b_gc, levels, C)
+        b_dq = b_dq + b_x
+        b_dk = b_dk + b_y
         b_dw = b_dw + b_z
-        hl.store(dq, [i_b, i_t, i_h, tile_k], (b_dq + b_x).to(dq.dtype), extra_mask=rows)
-        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_y + b_dw * b_beta).to(dk.dtype), extra_mask=rows)
-        hl.store(dg, [i_b, i_t, i_h, tile_k], (b_dg + b_SD[None, :]).to(dg.dtype), extra_mask=rows)
+        b_dg = block_gate_sums(b_p + b_q.to(torch.float32) * b_x + b_kb * b_z, levels, q.dtype, C)
+        b_dg = b_dg + later_gate_sums(b_k.to(torch.float32) * b_y, q.dtype, C)
+        b_dg = b_dg + (b_SD * torch.exp2(b_gl))[None, :]
+        hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
+        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_dw * b_beta).to(dk.dtype), extra_mask=rows)
+        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
         b_dbeta = torch.sum(b_k.to(torch.float32) * b_dw, 1)
         hl.store(dbeta, [tile_k.begin // BK, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)
     return dq, dk, dg, dbeta
+
+
+@kernel(dot_precision="tf32x3")
+def kda_far_bwd_qk_kernel(
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, dA: torch.Tensor,
+    dL: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor, C: hl.constexpr,
+) -> None:
+    """Adds to dq, dk, dg and dbeta of kda_bwd_qk_kernel what comes through kda_far_scores_kernel.
+
+    q, k, dq, dk [B,T,H,K], gc, dg fp32 [B,T,H,K], gl fp32 [B,NT,H,K], beta [B,T,H], dA, dL [B,T,H,C], dbeta fp32
+    [NK,B,T,H], of which the first tile takes the sum over K.  One program a head and 8 chunks.
+    """
+    B, T, H, K = q.size()
+    K = hl.specialize(K)
+    levels = C.bit_length() - 1
+    BK = hl.register_block_size(16, K)
+    for tile_bh, tile_n in hl.tile([B * H, (T + C - 1) // C], block_size=[1, FAR_CHUNKS]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        if torch.amin(torch.amin(gl[i_b, tile_n, i_h, :], 1), 0) < -reach(q.dtype):
+            for i_c in hl.grid(tile_n.begin, tile_n.end):
+                if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
+                    begin = i_c * C
+                    i_t = begin + hl.arange(C)
+                    rows = (i_t < T)[:, None]
+                    b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
+                    b_dbeta = hl.load(dbeta, [0, i_b, i_t, i_h], extra_mask=i_t < T)
+                    for tile_k in hl.tile(K, block_size=BK):
+                        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+                        b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+                        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+                        b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
+                        b_z = not_within(b_k, b_gc, q.dtype) * b_beta
+                        i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                        b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
+                        b_dq, b_dk, b_dw, b_p = block_key_gradients(b_x, b_z, b_k, b_dA, b_dL, b_c, BLOCK_LEVEL, C)
+                        b_dg = block_gate_sums(b_p, BLOCK_LEVEL, q.dtype, C)
+                        b_d = diagonal_values(b_dA, C)
+                        b_dq = b_dq + not_within(b_d * b_k.to(torch.float32), b_c, q.dtype)
+                        b_dk = b_dk + b_d * not_within(b_x, b_c, q.dtype)
+                        for level in hl.grid(first_level(b_c, q.dtype), levels):
+                            i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                            b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
+                            upper = upper_half(level, C)
+                            b_u, b_s = level_gradients(at_level(b_x, b_c, level, q.dtype), b_k, b_dA, b_f, level, C)
+                            b_v, b_t = level_gradients(at_level(b_z, b_c, level, q.dtype), b_k, b_dL, b_f, level, C)
+                            b_dq = b_dq + torch.where(upper, at_level(b_u, b_c, level, q.dtype), 0.0)
+                            b_dw = b_dw + torch.where(upper, at_level(b_v, b_c, level, q.dtype), 0.0)
+                            b_dk = b_dk + torch.where(upper, 0.0, b_u + b_v)
+                            b_dg = b_dg + level_gate_sums(b_s + b_t, level, q.dtype, C)
+                        b_dq = not_within(b_dq, b_gc, q.dtype)
+                        b_dw = not_within(b_dw, b_gc, q.dtype)
+                        b_dbeta = b_dbeta + torch.sum(b_k.to(torch.float32) * b_dw, 1)
+                        b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
+                        hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
+                        b_dk = b_dk + b_dw * b_beta
+                        b_dk = b_dk + hl.load(dk, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
+                        hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
+                        b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
+                    hl.store(dbeta, [0, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)

@@ -36,16 +36,22 @@ def _driver() -> int:
 @functools.cache
 def _newer() -> str | None:
     """The path of an assembler to use instead of Triton's for sm90, if there is need and one that is right."""
+    import triton
     from triton import knobs
 
-    if os.environ.get("TRITON_PTXAS_PATH") or _version(knobs.nvidia.ptxas) >= _RIGHT:
+    early = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # its code does not bring out the fault
+    if early or os.environ.get("TRITON_PTXAS_PATH") or _version(knobs.nvidia.ptxas) >= _RIGHT:
         return None
     tool = getattr(knobs.nvidia, "ptxas_blackwell", None)
-    if tool is not None and _RIGHT <= _version(tool) and 1000 * _version(tool)[0] <= _driver():
+    if tool is None or _version(tool) < _RIGHT:
+        reason = "Triton has no newer one"
+    elif _driver() < 1000 * _version(tool)[0]:
+        reason = "the driver is too old for what the newer one makes"
+    else:
         return tool.path
     _log.warning(
         "ptxas %s miscompiles some kernels for this GPU, and %s: point TRITON_PTXAS_PATH at ptxas 13.1 or later",
-        knobs.nvidia.ptxas.version, "the driver is too old for the newer one" if tool else "Triton has no newer one")
+        knobs.nvidia.ptxas.version, reason)
     return None
 
 

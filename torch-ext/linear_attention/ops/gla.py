@@ -19,27 +19,39 @@ import torch
 
 from ._aot import kernel
 from ._channel_gate import (
-    chunk_gate_sums,
+    BLOCK_LEVEL,
+    FAR_CHUNKS,
+    at_level,
+    block_gate_sums,
+    block_gradients,
+    block_scores,
     diagonal_scores,
-    first_gradients,
+    diagonal_values,
     first_level,
+    half_begin,
+    later_gate_sums,
+    level_gate_sums,
+    level_gradients,
+    level_scores,
+    lower_half_end,
     mirrored,
-    query_gradients,
-    query_scores,
+    not_within,
+    reach,
+    upper_half,
 )
 from ._checks import check_gate, check_qkv, check_scale, check_state, not_yet
+from ._gates import channel_gate_cumsum_kernel
 from ._host import last_contiguous, over_values, pad_to_16
-from ._tile import log2_gate
 
 
 @kernel(dot_precision="tf32x3")
 def gla_scores_kernel(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, C: hl.constexpr
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  qg = 2^gc q;  kg = 2^(gl - gc) k;  gl.
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, C: hl.constexpr
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  qg = 2^gc q;  kg = 2^(gl - gc) k.
 
-    q, k, g [B,T,H,K] -> A [B,T,H,C], zero above the diagonal, qg, kg [B,T,H,K], all in q's dtype, gl fp32 [B,NT,H,K].
-    One program a head and chunk.
+    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K] -> A [B,T,H,C], zero above the diagonal, qg, kg [B,T,H,K], all
+    in q's dtype.  One program a head and chunk.
     """
     B, T, H, K = q.size()
     K = hl.specialize(K)
@@ -48,29 +60,69 @@ def gla_scores_kernel(
     kg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     NT = (T + C - 1) // C
     levels = C.bit_length() - 1
-    gl = torch.empty([B, NT, H, K], dtype=torch.float32, device=q.device)
     BK = hl.register_block_size(16, K)
     for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        i_t = tile_c.begin * C + hl.arange(C)
+        begin = tile_c.begin * C
+        i_t = begin + hl.arange(C)
         rows = (i_t < T)[:, None]
         b_A = hl.zeros([C, C], dtype=torch.float32)
         for tile_k in hl.tile(K, block_size=BK):
-            b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
-            gl[i_b, tile_c.begin, i_h, tile_k] = torch.sum(b_g, 0)
             b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_A = b_A + diagonal_scores(b_q, b_k, C)
-            b_inner, b_outer = first_level(b_g)
-            for level in hl.grid(levels):
-                b_A, b_inner, b_outer = query_scores(b_q, b_k, b_A, b_inner, b_outer, level, C)
-            hl.store(qg, [i_b, i_t, i_h, tile_k], (b_q.to(torch.float32) * b_inner).to(q.dtype), extra_mask=rows)
-            hl.store(kg, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_outer).to(q.dtype), extra_mask=rows)
+            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+            b_qg = b_q.to(torch.float32) * torch.exp2(b_gc)
+            hl.store(qg, [i_b, i_t, i_h, tile_k], b_qg.to(q.dtype), extra_mask=rows)
+            b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
+            b_kg = b_k.to(torch.float32) * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
+            hl.store(kg, [i_b, i_t, i_h, tile_k], b_kg.to(q.dtype), extra_mask=rows)
+            b_A = b_A + block_scores(b_q, b_k, b_gc, levels, C)
         idx = hl.arange(C)
         b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
         hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
-    return A, qg, kg, gl
+    return A, qg, kg
+
+
+@kernel(dot_precision="tf32x3")
+def gla_far_scores_kernel(
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, A: torch.Tensor, C: hl.constexpr
+) -> None:
+    """Adds to A of gla_scores_kernel the rows and channels of q that are not near.  Most chunks have none.
+
+    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], A [B,T,H,C].  One program a head and 8 chunks.
+    """
+    B, T, H, K = q.size()
+    K = hl.specialize(K)
+    levels = C.bit_length() - 1
+    BK = hl.register_block_size(16, K)
+    for tile_bh, tile_n in hl.tile([B * H, (T + C - 1) // C], block_size=[1, FAR_CHUNKS]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        if torch.amin(torch.amin(gl[i_b, tile_n, i_h, :], 1), 0) < -reach(q.dtype):
+            for i_c in hl.grid(tile_n.begin, tile_n.end):
+                if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
+                    begin = i_c * C
+                    i_t = begin + hl.arange(C)
+                    rows = (i_t < T)[:, None]
+                    b_A = hl.zeros([C, C], dtype=torch.float32)
+                    for tile_k in hl.tile(K, block_size=BK):
+                        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+                        b_x = not_within(b_q, b_gc, q.dtype)
+                        i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                        b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
+                        b_A = b_A + block_scores(b_x, b_k, b_c, BLOCK_LEVEL, C)
+                        b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
+                        for level in hl.grid(first_level(b_c, q.dtype), levels):
+                            i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                            b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
+                            b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
+                    idx = hl.arange(C)
+                    b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
+                    b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=rows).to(torch.float32)
+                    hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
 
 
 @kernel(dot_precision="tf32x3")
@@ -184,8 +236,8 @@ def gla_bwd_v_kernel(
 
 @kernel(dot_precision="tf32x3")
 def gla_bwd_qk_kernel(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, v: torch.Tensor, do: torch.Tensor, dA: torch.Tensor,
-    S: torch.Tensor, D: torch.Tensor, scale: float, C: hl.constexpr,
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
+    dA: torch.Tensor, S: torch.Tensor, D: torch.Tensor, scale: float, C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With x = scale 2^gc do S^T, y = 2^(gl - gc) v D^T and e_ij = 2^(gc_i - gc_j):
 
@@ -194,14 +246,15 @@ def gla_bwd_qk_kernel(
     dg_t = sum_{i>=t>j} dA_ij A_ij + sum_{i>=t} (q x)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
     with every sum of dg in each channel.
 
-    q, k, g [B,T,H,K], v, do [B,T,H,V], dA [B,T,H,C], S, D [B,NT,H,K,V] -> dq, dk in q's dtype, dg in g's.
+    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], v, do [B,T,H,V], dA [B,T,H,C], S, D [B,NT,H,K,V]
+    -> dq, dk in q's dtype, dg fp32.
     One program a head, chunk and K tile.
     """
     B, T, H, K = q.size()
     K, V = hl.specialize((K, v.size(3)))
     dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     dk = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    dg = torch.empty([B, T, H, K], dtype=g.dtype, device=q.device)
+    dg = torch.empty([B, T, H, K], dtype=torch.float32, device=q.device)
     NT = (T + C - 1) // C
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
@@ -209,18 +262,14 @@ def gla_bwd_qk_kernel(
     for tile_bh, tile_c, tile_k in hl.tile([B * H, NT, K], block_size=[1, 1, BK]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        i_t = tile_c.begin * C + hl.arange(C)
+        begin = tile_c.begin * C
+        i_t = begin + hl.arange(C)
         rows = (i_t < T)[:, None]
         b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
         b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-        b_g = log2_gate(hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows))
+        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
         b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-        b_dq, b_dk = first_gradients(b_q, b_k, b_dA, C)
-        b_dg = hl.zeros([C, tile_k], dtype=torch.float32)
-        b_inner, b_outer = first_level(b_g)
-        for level in hl.grid(levels):
-            b_dq, b_dk, b_dg, b_inner, b_outer = query_gradients(
-                b_q, b_k, b_dA, b_dq, b_dk, b_dg, b_inner, b_outer, level, C)
+        b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
         b_x = hl.zeros([C, tile_k], dtype=torch.float32)
         b_y = hl.zeros([C, tile_k], dtype=torch.float32)
         b_z = hl.zeros([tile_k], dtype=torch.float32)
@@ -230,14 +279,69 @@ def gla_bwd_qk_kernel(
             b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_S.transpose(0, 1), acc=b_x)
             b_y = hl.dot(hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_D.transpose(0, 1), acc=b_y)
             b_z = b_z + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
-        b_z = b_z * torch.exp2(torch.sum(b_g, 0))
-        b_x = b_x * b_inner * scale
-        b_y = b_y * b_outer
-        b_dg = b_dg + chunk_gate_sums(b_q.to(torch.float32) * b_x, b_k.to(torch.float32) * b_y, q.dtype, C)
-        hl.store(dq, [i_b, i_t, i_h, tile_k], (b_dq + b_x).to(dq.dtype), extra_mask=rows)
-        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_y).to(dk.dtype), extra_mask=rows)
-        hl.store(dg, [i_b, i_t, i_h, tile_k], (b_dg + b_z[None, :]).to(dg.dtype), extra_mask=rows)
+        b_x = b_x * torch.exp2(b_gc) * scale
+        b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
+        b_dq, b_dk, b_w = block_gradients(b_q, b_k, b_dA, b_gc, levels, C)
+        b_dq = b_dq + b_x
+        b_dk = b_dk + b_y
+        b_dg = block_gate_sums(b_w + b_q.to(torch.float32) * b_x, levels, q.dtype, C)
+        b_dg = b_dg + later_gate_sums(b_k.to(torch.float32) * b_y, q.dtype, C)
+        b_dg = b_dg + (b_z * torch.exp2(b_gl))[None, :]
+        hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
+        hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
+        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
     return dq, dk, dg
+
+
+@kernel(dot_precision="tf32x3")
+def gla_far_bwd_qk_kernel(
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, dA: torch.Tensor, dq: torch.Tensor,
+    dk: torch.Tensor, dg: torch.Tensor, C: hl.constexpr,
+) -> None:
+    """Adds to dq, dk and dg of gla_bwd_qk_kernel what comes through gla_far_scores_kernel.
+
+    q, k, dq, dk [B,T,H,K], gc, dg fp32 [B,T,H,K], gl fp32 [B,NT,H,K], dA [B,T,H,C].
+    One program a head and 8 chunks.
+    """
+    B, T, H, K = q.size()
+    K = hl.specialize(K)
+    levels = C.bit_length() - 1
+    BK = hl.register_block_size(16, K)
+    for tile_bh, tile_n in hl.tile([B * H, (T + C - 1) // C], block_size=[1, FAR_CHUNKS]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        if torch.amin(torch.amin(gl[i_b, tile_n, i_h, :], 1), 0) < -reach(q.dtype):
+            for i_c in hl.grid(tile_n.begin, tile_n.end):
+                if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
+                    begin = i_c * C
+                    i_t = begin + hl.arange(C)
+                    rows = (i_t < T)[:, None]
+                    for tile_k in hl.tile(K, block_size=BK):
+                        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+                        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+                        b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
+                        i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                        b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
+                        b_dq, b_dk, b_w = block_gradients(b_x, b_k, b_dA, b_c, BLOCK_LEVEL, C)
+                        b_dg = block_gate_sums(b_w, BLOCK_LEVEL, q.dtype, C)
+                        b_d = diagonal_values(b_dA, C)
+                        b_dq = b_dq + not_within(b_d * b_k.to(torch.float32), b_c, q.dtype)
+                        b_dk = b_dk + b_d * not_within(b_x, b_c, q.dtype)
+                        for level in hl.grid(first_level(b_c, q.dtype), levels):
+                            i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                            b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
+                            b_y, b_w = level_gradients(at_level(b_x, b_c, level, q.dtype), b_k, b_dA, b_f, level, C)
+                            b_dq = b_dq + torch.where(upper_half(level, C), at_level(b_y, b_c, level, q.dtype), 0.0)
+                            b_dk = b_dk + torch.where(upper_half(level, C), 0.0, b_y)
+                            b_dg = b_dg + level_gate_sums(b_w, level, q.dtype, C)
+                        b_dq = not_within(b_dq, b_gc, q.dtype)
+                        b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
+                        hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
+                        b_dk = b_dk + hl.load(dk, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
+                        hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
+                        b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
 
 
 def _chunk(q: torch.Tensor) -> int:
@@ -249,7 +353,9 @@ def chunk_gla_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B,T,H,V] in v's dtype and ht fp32 [B,H,K,V]."""
-    A, qg, kg, gl = gla_scores_kernel(q, k, g, _chunk(q))
+    gc, gl = channel_gate_cumsum_kernel(g, _chunk(q))
+    A, qg, kg = gla_scores_kernel(q, k, gc, gl, _chunk(q))
+    gla_far_scores_kernel(q, k, gc, gl, A, _chunk(q))
     return gla_fwd_o_kernel(qg, kg, v, A, gl, h0, scale)
 
 
@@ -259,15 +365,18 @@ def chunk_gla_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg in their inputs' dtypes and dh0 in fp32.  Temporaries go as early as they can."""
     C = _chunk(q)
-    A, qg, kg, gl = gla_scores_kernel(q, k, g, C)
+    gc, gl = channel_gate_cumsum_kernel(g, C)
+    A, qg, kg = gla_scores_kernel(q, k, gc, gl, C)
+    gla_far_scores_kernel(q, k, gc, gl, A, C)
     D, dh0 = gla_state_kernel(qg, do, gl, dht, scale, C, True)
     del qg
     dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, scale)
     del A
     S, _ = gla_state_kernel(kg, v, gl, h0, 1.0, C, False)
     del kg
-    dq, dk, dg = gla_bwd_qk_kernel(q, k, g, v, do, dA, S, D, scale, C)
-    return dq, dk, dv, dg, dh0
+    dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, scale, C)
+    gla_far_bwd_qk_kernel(q, k, gc, gl, dA, dq, dk, dg, C)
+    return dq, dk, dv, dg.to(g.dtype), dh0
 
 
 class _GLA(torch.autograd.Function):

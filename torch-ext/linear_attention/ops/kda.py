@@ -11,8 +11,16 @@ import torch
 
 from ._checks import check_beta, check_chunk_size, check_gate, check_qkv, check_scale, check_state, not_yet
 from ._delta import delta_bwd_state_kernel, delta_fwd_o_kernel, delta_fwd_state_kernel
+from ._gates import channel_gate_cumsum_kernel
 from ._host import last_contiguous, over_values, pad_to_16
-from ._kda_kernels import kda_bwd_qk_kernel, kda_bwd_v_kernel, kda_scores_kernel, kda_solve_kernel
+from ._kda_kernels import (
+    kda_bwd_qk_kernel,
+    kda_bwd_v_kernel,
+    kda_far_bwd_qk_kernel,
+    kda_far_scores_kernel,
+    kda_scores_kernel,
+    kda_solve_kernel,
+)
 from ._l2norm import l2norm
 
 
@@ -26,7 +34,10 @@ def chunk_kda_fwd(
     h0: torch.Tensor | None, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B,T,H,V] in v's dtype and ht fp32 [B,H,K,V]."""
-    A, L, qg, kb, kg, gl = kda_scores_kernel(q, k, g, beta, _chunk(q))
+    gc, gl = channel_gate_cumsum_kernel(g, _chunk(q))
+    A, L, qg, kb, kg = kda_scores_kernel(q, k, gc, gl, beta, _chunk(q))
+    kda_far_scores_kernel(q, k, gc, gl, beta, A, L, _chunk(q))
+    del gc
     _, w, u = kda_solve_kernel(L, kb, v, beta)
     del L, kb
     return delta_fwd_o_kernel(qg, kg, w, u, A, gl, h0, scale)
@@ -38,17 +49,20 @@ def chunk_kda_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg, dbeta in their inputs' dtypes and dh0 in fp32.  Temporaries go as early as they can."""
     C = _chunk(q)
-    A, L, qg, kb, kg, gl = kda_scores_kernel(q, k, g, beta, C)
+    gc, gl = channel_gate_cumsum_kernel(g, C)
+    A, L, qg, kb, kg = kda_scores_kernel(q, k, gc, gl, beta, C)
+    kda_far_scores_kernel(q, k, gc, gl, beta, A, L, C)
     X, w, u = kda_solve_kernel(L, kb, v, beta)
     del L, kb
     S, n = delta_fwd_state_kernel(kg, w, u, gl, h0, C)
     del u
     D, dn, dh0 = delta_bwd_state_kernel(qg, kg, w, A, do, gl, dht, scale)
-    del qg, kg, w, A, gl
+    del qg, kg, w, A
     r, dv, dA, dL, dbeta_v = kda_bwd_v_kernel(X, v, beta, n, do, dn, scale)
     del X, dn
-    dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, g, beta, do, n, r, dA, dL, S, D, scale, C)
-    return dq, dk, dv, dg, (dbeta_k.sum(0) + dbeta_v).to(beta.dtype), dh0
+    dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, gc, gl, beta, do, n, r, dA, dL, S, D, scale, C)
+    kda_far_bwd_qk_kernel(q, k, gc, gl, beta, dA, dL, dq, dk, dg, dbeta_k, C)
+    return dq, dk, dv, dg.to(g.dtype), (dbeta_k.sum(0) + dbeta_v).to(beta.dtype), dh0
 
 
 class _KDA(torch.autograd.Function):
