@@ -1,6 +1,6 @@
 """Run an operator forward and backward by the Triton code that Helion generates for a GPU, interpreted on the CPU.
 
-    python generated.py kda bf16
+    python generated.py kda bf16 [K]
 
 Helion's own interpreter ignores block sizes and masks; here they are the GPU's.  Triton's interpreter is switched on
 for a whole process, so test_generated.py starts one for each operator.  A wrong number raises.
@@ -24,12 +24,12 @@ def interpret(kernel: object, args: tuple) -> object:
     return run_generated.call(workloads.flexible(kernel), args, workloads.safe_config(kernel, args))
 
 
-def main(op: str, dtype: str) -> None:
+def main(op: str, dtype: str, K: str = "20") -> None:
     import linear_attention
     from linear_attention import reference
 
     torch.set_num_threads(1)
-    case = Case(op, T=70, K=20, V=24, dtype=dtype, l2norm=op in DELTA)
+    case = Case(op, T=70, K=int(K), V=24, dtype=dtype, l2norm=op in DELTA)
     inputs, do, dht = make(case)
     operator = getattr(linear_attention, f"chunk_{op}")
     options = {"normalize": False} if op == "linear_attn" else {}

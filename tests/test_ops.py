@@ -181,3 +181,19 @@ def test_a_batch_row_does_not_depend_on_another(op, device, package):
     expected, got = run(fn, inputs, do, dht), run(fn, spoilt, do, dht)
     for name, x in got.items():
         assert torch.equal(x[0], expected[name][0]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("total", [-60.0, -75.0])
+@pytest.mark.parametrize("op", ["gla", "kda"])
+def test_large_numbers(op, total, device, package, reference):
+    """The factors by which a gate a channel is taken apart stay in range beside large inputs and gradients.
+
+    `total` is what a chunk's gates sum to: both sides of where the way of taking apart changes.
+    """
+    inputs, do, dht = make(Case(op, T=128, K=32, V=48), device)
+    inputs["g"] = torch.full_like(inputs["g"], total / 64)
+    for name in ("q", "v", "initial_state"):
+        inputs[name] = inputs[name] * 1e5
+    do, dht = do * 1e5, dht * 1e5
+    check(Case(op, T=128, K=32, V=48), inputs, do, dht, package, reference)

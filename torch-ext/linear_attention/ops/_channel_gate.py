@@ -4,8 +4,8 @@ With gc the log2 gates summed from a chunk's begin, the decay from token j to to
 each channel, has to be a factor of row i times a factor of row j for pairs to meet in a product of matrices.  Each row
 and channel of q, or of what takes its place, goes one of three ways, with all pairs that end there:
 
-Near: gc_i is at least -100.  The factors are 2^gc_i and 2^-gc_j.  The second is large, but the numbers stay in the
-range of bf16 and fp32, and the product is as precise as any other.  With gates of models this is the common case.
+Near: gc_i is at least -100.  The factors are 2^(50 + gc_i) and 2^(-50 - gc_j), from 2^-50 to 2^50: the numbers stay in
+the range of bf16 and fp32, and the product is as precise as any other.  With gates of models this is the common case.
 
 Mid: c_i, the gates summed from the begin of i's block of 16 tokens, is at least -100.  Pairs inside the block meet as
 above, with c for gc; pairs of different blocks at levels 4 and up.  At level l the chunk falls into halves of 2^l
@@ -28,7 +28,7 @@ import torch
 
 BLOCK_LEVEL = 4  # blocks have 2^4 tokens
 FAR_CHUNKS = 8  # chunks that a program for what is not near looks at
-_REACH = 100.0  # of c; leaves a factor of 2^27 for q, k and their sums
+_REACH = 100.0  # of c, both ways from the middle: leaves a factor of 2^77 for what is multiplied and summed
 
 
 def upper_half(level, C):
@@ -88,13 +88,13 @@ def within(b_c, dtype):
 
 
 def ahead(b_c, dtype):
-    """2^c of rows and channels in reach, else 0."""
-    return torch.where(within(b_c, dtype), torch.exp2(b_c), 0.0)
+    """2^c of rows and channels in reach, else 0, times half the reach."""
+    return torch.where(within(b_c, dtype), torch.exp2(b_c + 0.5 * reach(dtype)), 0.0)
 
 
 def back(b_c, dtype):
-    """2^-c, as far as a row in reach reads it."""
-    return torch.exp2(torch.clamp(-b_c, max=reach(dtype)))
+    """2^-c as far as a row in reach reads it, less half the reach: so neither factor is large or small by itself."""
+    return torch.exp2(torch.clamp(-b_c, max=reach(dtype)) - 0.5 * reach(dtype))
 
 
 def not_within(b_x, b_c, dtype):

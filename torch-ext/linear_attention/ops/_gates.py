@@ -40,6 +40,9 @@ def channel_gate_cumsum_kernel(g: torch.Tensor, C: hl.constexpr) -> tuple[torch.
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
         b_g = log2_gate(g[i_b, tile_t, i_h, tile_k])
-        gc[i_b, tile_t, i_h, tile_k] = torch.cumsum(b_g, 0)
-        gl[i_b, tile_t.begin // C, i_h, tile_k] = torch.sum(b_g, 0)
+        b_gc = torch.cumsum(b_g, 0)
+        gc[i_b, tile_t, i_h, tile_k] = b_gc
+        # the last row of gc, not a sum in another order: gl - gc is exactly 0 there, however strong the gates
+        last = (tile_t.index == tile_t.end - 1)[:, None]
+        gl[i_b, tile_t.begin // C, i_h, tile_k] = torch.sum(torch.where(last, b_gc, 0.0), 0)
     return gc, gl

@@ -121,6 +121,20 @@ GLA_STATE_KERNEL = {
     },
 }
 
+GLA_OUT_KERNEL = {
+    "configs": [
+        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
+        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
+    "tuned": {
+        ((2, 256), (2, 256), (2, 64), (2, 256, 256), None): {
+            (8, 2048, 32): 0,
+        },
+    },
+}
+
 GLA_BWD_V_KERNEL = {
     "configs": [
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
@@ -268,6 +282,14 @@ def key_gla_state_kernel(*args):
 
 def autotune_gla_state_kernel(*args):
     return dict(GLA_STATE_KERNEL["configs"][_pick(GLA_STATE_KERNEL, args)])
+
+
+def key_gla_out_kernel(*args):
+    return _pick(GLA_OUT_KERNEL, args)
+
+
+def autotune_gla_out_kernel(*args):
+    return dict(GLA_OUT_KERNEL["configs"][_pick(GLA_OUT_KERNEL, args)])
 
 
 def key_gla_bwd_v_kernel(*args):

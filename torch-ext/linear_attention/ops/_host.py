@@ -7,6 +7,7 @@ import torch
 
 MIN_DIM = 16
 MAX_V = 256
+WALK_K = 128  # up to here a forward walks with the state on chip and writes none; above, its steps wait for their loads
 
 
 def pad_to_16(x: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -98,42 +98,42 @@ def kda_far_scores_kernel(
     """
     B, T, H, K = q.size()
     K = hl.specialize(K)
+    NT = (T + C - 1) // C
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_n in hl.tile([B * H, (T + C - 1) // C], block_size=[1, FAR_CHUNKS]):
+    for tile_bh, tile_n in hl.tile([B * H, NT], block_size=[1, FAR_CHUNKS]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        if torch.amin(torch.amin(gl[i_b, tile_n, i_h, :], 1), 0) < -reach(q.dtype):
-            for i_c in hl.grid(tile_n.begin, tile_n.end):
-                if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
-                    begin = i_c * C
-                    i_t = begin + hl.arange(C)
-                    rows = (i_t < T)[:, None]
-                    b_A = hl.zeros([C, C], dtype=torch.float32)
-                    b_L = hl.zeros([C, C], dtype=torch.float32)
-                    for tile_k in hl.tile(K, block_size=BK):
-                        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
-                        b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
-                        b_y = not_within(b_k, b_gc, q.dtype)
-                        i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
-                        b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
-                        b_A = b_A + block_scores(b_x, b_k, b_c, BLOCK_LEVEL, C)
-                        b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
-                        b_L = b_L + block_scores(b_y, b_k, b_c, BLOCK_LEVEL, C)
-                        for level in hl.grid(first_level(b_c, q.dtype), levels):
-                            i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
-                            b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
-                            b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
-                            b_L = level_scores(at_level(b_y, b_c, level, q.dtype), b_k, b_L, b_f, level, C)
-                    idx = hl.arange(C)
-                    b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
-                    b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=rows).to(torch.float32)
-                    hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
-                    b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)
-                    b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
-                    b_L = b_L + hl.load(L, [i_b, i_t, i_h, idx], extra_mask=rows)
-                    hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=rows)
+        for i_c in hl.grid(tile_n.begin, tile_n.end):
+            if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
+                begin = i_c * C
+                i_t = begin + hl.arange(C)
+                rows = (i_t < T)[:, None]
+                b_A = hl.zeros([C, C], dtype=torch.float32)
+                b_L = hl.zeros([C, C], dtype=torch.float32)
+                for tile_k in hl.tile(K, block_size=BK):
+                    b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+                    b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
+                    b_y = not_within(b_k, b_gc, q.dtype)
+                    i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                    b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
+                    b_A = b_A + block_scores(b_x, b_k, b_c, BLOCK_LEVEL, C)
+                    b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
+                    b_L = b_L + block_scores(b_y, b_k, b_c, BLOCK_LEVEL, C)
+                    for level in hl.grid(first_level(b_c, q.dtype), levels):
+                        i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                        b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
+                        b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
+                        b_L = level_scores(at_level(b_y, b_c, level, q.dtype), b_k, b_L, b_f, level, C)
+                idx = hl.arange(C)
+                b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
+                b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=rows).to(torch.float32)
+                hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
+                b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)
+                b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
+                b_L = b_L + hl.load(L, [i_b, i_t, i_h, idx], extra_mask=rows)
+                hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=rows)
 
 
 @kernel(dot_precision="tf32x3")
@@ -304,51 +304,51 @@ def kda_far_bwd_qk_kernel(
     """
     B, T, H, K = q.size()
     K = hl.specialize(K)
+    NT = (T + C - 1) // C
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_n in hl.tile([B * H, (T + C - 1) // C], block_size=[1, FAR_CHUNKS]):
+    for tile_bh, tile_n in hl.tile([B * H, NT], block_size=[1, FAR_CHUNKS]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        if torch.amin(torch.amin(gl[i_b, tile_n, i_h, :], 1), 0) < -reach(q.dtype):
-            for i_c in hl.grid(tile_n.begin, tile_n.end):
-                if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
-                    begin = i_c * C
-                    i_t = begin + hl.arange(C)
-                    rows = (i_t < T)[:, None]
-                    b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
-                    b_dbeta = hl.load(dbeta, [0, i_b, i_t, i_h], extra_mask=i_t < T)
-                    for tile_k in hl.tile(K, block_size=BK):
-                        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-                        b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-                        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
-                        b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
-                        b_z = not_within(b_k, b_gc, q.dtype) * b_beta
-                        i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
-                        b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
-                        b_dq, b_dk, b_dw, b_p = block_key_gradients(b_x, b_z, b_k, b_dA, b_dL, b_c, BLOCK_LEVEL, C)
-                        b_dg = block_gate_sums(b_p, BLOCK_LEVEL, q.dtype, C)
-                        b_d = diagonal_values(b_dA, C)
-                        b_dq = b_dq + not_within(b_d * b_k.to(torch.float32), b_c, q.dtype)
-                        b_dk = b_dk + b_d * not_within(b_x, b_c, q.dtype)
-                        for level in hl.grid(first_level(b_c, q.dtype), levels):
-                            i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
-                            b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
-                            upper = upper_half(level, C)
-                            b_u, b_s = level_gradients(at_level(b_x, b_c, level, q.dtype), b_k, b_dA, b_f, level, C)
-                            b_v, b_t = level_gradients(at_level(b_z, b_c, level, q.dtype), b_k, b_dL, b_f, level, C)
-                            b_dq = b_dq + torch.where(upper, at_level(b_u, b_c, level, q.dtype), 0.0)
-                            b_dw = b_dw + torch.where(upper, at_level(b_v, b_c, level, q.dtype), 0.0)
-                            b_dk = b_dk + torch.where(upper, 0.0, b_u + b_v)
-                            b_dg = b_dg + level_gate_sums(b_s + b_t, level, q.dtype, C)
-                        b_dq = not_within(b_dq, b_gc, q.dtype)
-                        b_dw = not_within(b_dw, b_gc, q.dtype)
-                        b_dbeta = b_dbeta + torch.sum(b_k.to(torch.float32) * b_dw, 1)
-                        b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
-                        hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
-                        b_dk = b_dk + b_dw * b_beta
-                        b_dk = b_dk + hl.load(dk, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
-                        hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
-                        b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
-                    hl.store(dbeta, [0, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)
+        for i_c in hl.grid(tile_n.begin, tile_n.end):
+            if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
+                begin = i_c * C
+                i_t = begin + hl.arange(C)
+                rows = (i_t < T)[:, None]
+                b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
+                b_dbeta = hl.load(dbeta, [0, i_b, i_t, i_h], extra_mask=i_t < T)
+                for tile_k in hl.tile(K, block_size=BK):
+                    b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+                    b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+                    b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+                    b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
+                    b_z = not_within(b_k, b_gc, q.dtype) * b_beta
+                    i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                    b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
+                    b_dq, b_dk, b_dw, b_p = block_key_gradients(b_x, b_z, b_k, b_dA, b_dL, b_c, BLOCK_LEVEL, C)
+                    b_dg = block_gate_sums(b_p, BLOCK_LEVEL, q.dtype, C)
+                    b_d = diagonal_values(b_dA, C)
+                    b_dq = b_dq + not_within(b_d * b_k.to(torch.float32), b_c, q.dtype)
+                    b_dk = b_dk + b_d * not_within(b_x, b_c, q.dtype)
+                    for level in hl.grid(first_level(b_c, q.dtype), levels):
+                        i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                        b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
+                        upper = upper_half(level, C)
+                        b_u, b_s = level_gradients(at_level(b_x, b_c, level, q.dtype), b_k, b_dA, b_f, level, C)
+                        b_v, b_t = level_gradients(at_level(b_z, b_c, level, q.dtype), b_k, b_dL, b_f, level, C)
+                        b_dq = b_dq + torch.where(upper, at_level(b_u, b_c, level, q.dtype), 0.0)
+                        b_dw = b_dw + torch.where(upper, at_level(b_v, b_c, level, q.dtype), 0.0)
+                        b_dk = b_dk + torch.where(upper, 0.0, b_u + b_v)
+                        b_dg = b_dg + level_gate_sums(b_s + b_t, level, q.dtype, C)
+                    b_dq = not_within(b_dq, b_gc, q.dtype)
+                    b_dw = not_within(b_dw, b_gc, q.dtype)
+                    b_dbeta = b_dbeta + torch.sum(b_k.to(torch.float32) * b_dw, 1)
+                    b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
+                    hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
+                    b_dk = b_dk + b_dw * b_beta
+                    b_dk = b_dk + hl.load(dk, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
+                    hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
+                    b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                    hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
+                hl.store(dbeta, [0, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)

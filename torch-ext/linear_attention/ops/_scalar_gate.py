@@ -10,9 +10,10 @@ and backwards, with D the gradient of the state at the chunk's end:
 
     D' = 2^gl D + scale sum_i q_i (2^gc_i do_i)^T
 
-The forward walks along each sequence with the state on chip and writes no state.  The backward walks once each way to
-write S and D for every chunk; then all chunks are independent.  `g` is a natural logarithm of any strides (retention
-expands one value a head over all tokens); without a gate it is None.  `_gates.py` makes gc of it, for all kernels.
+The forward walks along each sequence with the state on chip and writes no state, or with a large K writes the states
+and takes all chunks at once.  The backward walks once each way to write S and D for every chunk; then all chunks are
+independent.  `g` is a natural logarithm of any strides (retention expands one value a head over all tokens); without a
+gate it is None.  `_gates.py` makes gc of it, for all kernels.
 """
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ import torch
 
 from ._aot import kernel
 from ._gates import gate_cumsum_kernel
-from ._host import last_contiguous, over_values
+from ._host import WALK_K, last_contiguous, over_values
 from ._tile import decay_tile
 
 
@@ -74,15 +75,16 @@ def scalar_fwd_o_kernel(
 @kernel(dot_precision="tf32x3")
 def scalar_fwd_state_kernel(
     k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, h0: torch.Tensor | None, C: hl.constexpr
-) -> torch.Tensor:
-    """S <- 2^gl S + k^T (2^(gl - gc) v), written before each chunk.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S <- 2^gl S + k^T (2^(gl - gc) v), written before each chunk, and the final state.
 
-    k [B,T,H,K], v [B,T,H,V], gc fp32 [B,T,H], h0 [B,H,K,V] -> S [B,NT,H,K,V] in k's dtype.
+    k [B,T,H,K], v [B,T,H,V], gc fp32 [B,T,H], h0 [B,H,K,V] -> S [B,NT,H,K,V] in k's dtype, ht fp32 [B,H,K,V].
     One program a head, K tile and V tile.
     """
     B, T, H, K = k.size()
     K, V = hl.specialize((K, v.size(3)))
     S = torch.empty([B, (T + C - 1) // C, H, K, V], dtype=k.dtype, device=k.device)
+    ht = torch.empty([B, H, K, V], dtype=torch.float32, device=k.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
     for tile_bh, tile_k, tile_v in hl.tile([B * H, K, V], block_size=[1, BK, BV]):
@@ -103,7 +105,43 @@ def scalar_fwd_state_kernel(
                 b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
                 b_v = (b_v.to(torch.float32) * b_rest[:, None]).to(v.dtype)
             b_S = hl.dot(b_k.transpose(0, 1), b_v, acc=b_S)
-    return S
+        ht[i_b, i_h, tile_k, tile_v] = b_S
+    return S, ht
+
+
+@kernel(dot_precision="tf32x3")
+def scalar_out_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, S: torch.Tensor, scale: float,
+    C: hl.constexpr,
+) -> torch.Tensor:
+    """o = scale (2^gc q S + (q k^T . decay) v) from the states.
+
+    q, k [B,T,H,K], v [B,T,H,V], gc fp32 [B,T,H], S [B,NT,H,K,V] -> o as v.  One program a head, chunk and V tile.
+    """
+    B, T, H, K = q.size()
+    K, V = hl.specialize((K, v.size(3)))
+    o = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_t, tile_v in hl.tile([B * H, T, V], block_size=[1, C, BV]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        b_a = hl.zeros([tile_t, tile_t], dtype=torch.float32)
+        b_o = hl.zeros([tile_t, tile_v], dtype=torch.float32)
+        for tile_k in hl.tile(K, block_size=BK):
+            b_q = q[i_b, tile_t, i_h, tile_k]
+            b_a = hl.dot(b_q, k[i_b, tile_t, i_h, tile_k].transpose(0, 1), acc=b_a)
+            b_o = hl.dot(b_q, S[i_b, tile_t.begin // C, i_h, tile_k, tile_v], acc=b_o)
+        lower = tile_t.index[:, None] >= tile_t.index[None, :]
+        if gc is None:
+            b_a = torch.where(lower, b_a, 0.0)
+        else:
+            b_gc = hl.load(gc, [i_b, torch.clamp(tile_t.index, max=T - 1), i_h])
+            b_a = b_a * decay_tile(b_gc, lower)
+            b_o = b_o * torch.exp2(b_gc)[:, None]
+        b_o = hl.dot(b_a.to(v.dtype), v[i_b, tile_t, i_h, tile_v], acc=b_o)
+        o[i_b, tile_t, i_h, tile_v] = (b_o * scale).to(o.dtype)
+    return o
 
 
 @kernel(dot_precision="tf32x3")
@@ -245,6 +283,8 @@ def scalar_bwd_v_kernel(
     return dv
 
 
+
+
 def _chunk(q: torch.Tensor) -> int:
     """Tokens in a chunk: fp32 tiles of 64 spill more and lose more of a small gate that follows a strong one."""
     return 32 if q.dtype == torch.float32 else 64
@@ -259,7 +299,11 @@ def scalar_gate_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B,T,H,V] in v's dtype and ht fp32 [B,H,K,V]."""
-    return scalar_fwd_o_kernel(q, k, v, _gate_sums(g, q), h0, scale, _chunk(q))
+    C, gc = _chunk(q), _gate_sums(g, q)
+    if q.size(-1) <= WALK_K:
+        return scalar_fwd_o_kernel(q, k, v, gc, h0, scale, C)
+    S, ht = scalar_fwd_state_kernel(k, v, gc, h0, C)
+    return scalar_out_kernel(q, k, v, gc, S, scale, C), ht
 
 
 def scalar_gate_bwd(
@@ -268,7 +312,7 @@ def scalar_gate_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv in q's dtype, dg fp32 [NK,B,T,H] to be summed (not written without a gate), dh0 fp32 [B,H,K,V]."""
     C, gc = _chunk(q), _gate_sums(g, q)
-    S = scalar_fwd_state_kernel(k, v, gc, h0, C)
+    S, _ = scalar_fwd_state_kernel(k, v, gc, h0, C)
     D, dh0 = scalar_bwd_state_kernel(q, do, gc, dht, scale, C)
     dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, scale, C)
     dv = scalar_bwd_v_kernel(q, k, gc, do, D, scale, C)

@@ -10,7 +10,8 @@ state at the chunk's begin and D the gradient of the state at its end:
     dA = scale tril(do v^T)                          dq, dk, dg: gla_bwd_qk_kernel
 
 The forward turns q, k and g into what a walk along the sequence needs and walks with the state on chip, writing no
-state.  The backward walks once each way to write S and D for every chunk; then all chunks are independent.
+state, or with a large K writes the states and takes all chunks at once.  The backward walks once each way to write S
+and D for every chunk; then all chunks are independent.
 """
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ from ._channel_gate import (
 )
 from ._checks import check_gate, check_qkv, check_scale, check_state, not_yet
 from ._gates import channel_gate_cumsum_kernel
-from ._host import last_contiguous, over_values, pad_to_16
+from ._host import WALK_K, last_contiguous, over_values, pad_to_16
 
 
 @kernel(dot_precision="tf32x3")
@@ -94,35 +95,35 @@ def gla_far_scores_kernel(
     """
     B, T, H, K = q.size()
     K = hl.specialize(K)
+    NT = (T + C - 1) // C
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_n in hl.tile([B * H, (T + C - 1) // C], block_size=[1, FAR_CHUNKS]):
+    for tile_bh, tile_n in hl.tile([B * H, NT], block_size=[1, FAR_CHUNKS]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        if torch.amin(torch.amin(gl[i_b, tile_n, i_h, :], 1), 0) < -reach(q.dtype):
-            for i_c in hl.grid(tile_n.begin, tile_n.end):
-                if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
-                    begin = i_c * C
-                    i_t = begin + hl.arange(C)
-                    rows = (i_t < T)[:, None]
-                    b_A = hl.zeros([C, C], dtype=torch.float32)
-                    for tile_k in hl.tile(K, block_size=BK):
-                        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
-                        b_x = not_within(b_q, b_gc, q.dtype)
-                        i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
-                        b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
-                        b_A = b_A + block_scores(b_x, b_k, b_c, BLOCK_LEVEL, C)
-                        b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
-                        for level in hl.grid(first_level(b_c, q.dtype), levels):
-                            i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
-                            b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
-                            b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
-                    idx = hl.arange(C)
-                    b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
-                    b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=rows).to(torch.float32)
-                    hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
+        for i_c in hl.grid(tile_n.begin, tile_n.end):
+            if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
+                begin = i_c * C
+                i_t = begin + hl.arange(C)
+                rows = (i_t < T)[:, None]
+                b_A = hl.zeros([C, C], dtype=torch.float32)
+                for tile_k in hl.tile(K, block_size=BK):
+                    b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                    b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+                    b_x = not_within(b_q, b_gc, q.dtype)
+                    i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                    b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
+                    b_A = b_A + block_scores(b_x, b_k, b_c, BLOCK_LEVEL, C)
+                    b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
+                    for level in hl.grid(first_level(b_c, q.dtype), levels):
+                        i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                        b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
+                        b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
+                idx = hl.arange(C)
+                b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
+                b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=rows).to(torch.float32)
+                hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
 
 
 @kernel(dot_precision="tf32x3")
@@ -199,6 +200,33 @@ def gla_state_kernel(
             b_S = b_S + hl.dot(b_x.transpose(0, 1), b_y, out_dtype=torch.float32) * scale
         s1[i_b, i_h, tile_k, tile_v] = b_S
     return S, s1
+
+
+@kernel(dot_precision="tf32x3")
+def gla_out_kernel(
+    qg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, S: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """o = scale (qg S + A v) from the states.
+
+    qg [B,T,H,K], v [B,T,H,V], A [B,T,H,C], S [B,NT,H,K,V] -> o as v.  One program a head, chunk and V tile.
+    """
+    B, T, H, K = qg.size()
+    K, V, C = hl.specialize((K, v.size(3), A.size(3)))
+    o = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_c, tile_v in hl.tile([B * H, (T + C - 1) // C, V], block_size=[1, 1, BV]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        i_t = tile_c.begin * C + hl.arange(C)
+        rows = (i_t < T)[:, None]
+        b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+        b_o = hl.dot(b_A, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows), out_dtype=torch.float32)
+        for tile_k in hl.tile(K, block_size=BK):
+            b_q = hl.load(qg, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+            b_o = hl.dot(b_q, S[i_b, tile_c.begin, i_h, tile_k, tile_v], acc=b_o)
+        hl.store(o, [i_b, i_t, i_h, tile_v], (b_o * scale).to(o.dtype), extra_mask=rows)
+    return o
 
 
 @kernel(dot_precision="tf32x3")
@@ -305,43 +333,43 @@ def gla_far_bwd_qk_kernel(
     """
     B, T, H, K = q.size()
     K = hl.specialize(K)
+    NT = (T + C - 1) // C
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_n in hl.tile([B * H, (T + C - 1) // C], block_size=[1, FAR_CHUNKS]):
+    for tile_bh, tile_n in hl.tile([B * H, NT], block_size=[1, FAR_CHUNKS]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        if torch.amin(torch.amin(gl[i_b, tile_n, i_h, :], 1), 0) < -reach(q.dtype):
-            for i_c in hl.grid(tile_n.begin, tile_n.end):
-                if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
-                    begin = i_c * C
-                    i_t = begin + hl.arange(C)
-                    rows = (i_t < T)[:, None]
-                    for tile_k in hl.tile(K, block_size=BK):
-                        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
-                        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-                        b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
-                        i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
-                        b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
-                        b_dq, b_dk, b_w = block_gradients(b_x, b_k, b_dA, b_c, BLOCK_LEVEL, C)
-                        b_dg = block_gate_sums(b_w, BLOCK_LEVEL, q.dtype, C)
-                        b_d = diagonal_values(b_dA, C)
-                        b_dq = b_dq + not_within(b_d * b_k.to(torch.float32), b_c, q.dtype)
-                        b_dk = b_dk + b_d * not_within(b_x, b_c, q.dtype)
-                        for level in hl.grid(first_level(b_c, q.dtype), levels):
-                            i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
-                            b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
-                            b_y, b_w = level_gradients(at_level(b_x, b_c, level, q.dtype), b_k, b_dA, b_f, level, C)
-                            b_dq = b_dq + torch.where(upper_half(level, C), at_level(b_y, b_c, level, q.dtype), 0.0)
-                            b_dk = b_dk + torch.where(upper_half(level, C), 0.0, b_y)
-                            b_dg = b_dg + level_gate_sums(b_w, level, q.dtype, C)
-                        b_dq = not_within(b_dq, b_gc, q.dtype)
-                        b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
-                        hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
-                        b_dk = b_dk + hl.load(dk, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
-                        hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
-                        b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
+        for i_c in hl.grid(tile_n.begin, tile_n.end):
+            if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
+                begin = i_c * C
+                i_t = begin + hl.arange(C)
+                rows = (i_t < T)[:, None]
+                for tile_k in hl.tile(K, block_size=BK):
+                    b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+                    b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+                    b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
+                    i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                    b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
+                    b_dq, b_dk, b_w = block_gradients(b_x, b_k, b_dA, b_c, BLOCK_LEVEL, C)
+                    b_dg = block_gate_sums(b_w, BLOCK_LEVEL, q.dtype, C)
+                    b_d = diagonal_values(b_dA, C)
+                    b_dq = b_dq + not_within(b_d * b_k.to(torch.float32), b_c, q.dtype)
+                    b_dk = b_dk + b_d * not_within(b_x, b_c, q.dtype)
+                    for level in hl.grid(first_level(b_c, q.dtype), levels):
+                        i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                        b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
+                        b_y, b_w = level_gradients(at_level(b_x, b_c, level, q.dtype), b_k, b_dA, b_f, level, C)
+                        b_dq = b_dq + torch.where(upper_half(level, C), at_level(b_y, b_c, level, q.dtype), 0.0)
+                        b_dk = b_dk + torch.where(upper_half(level, C), 0.0, b_y)
+                        b_dg = b_dg + level_gate_sums(b_w, level, q.dtype, C)
+                    b_dq = not_within(b_dq, b_gc, q.dtype)
+                    b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
+                    hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
+                    b_dk = b_dk + hl.load(dk, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
+                    hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
+                    b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+                    hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
 
 
 def _chunk(q: torch.Tensor) -> int:
@@ -356,7 +384,10 @@ def chunk_gla_fwd(
     gc, gl = channel_gate_cumsum_kernel(g, _chunk(q))
     A, qg, kg = gla_scores_kernel(q, k, gc, gl, _chunk(q))
     gla_far_scores_kernel(q, k, gc, gl, A, _chunk(q))
-    return gla_fwd_o_kernel(qg, kg, v, A, gl, h0, scale)
+    if q.size(-1) <= WALK_K:
+        return gla_fwd_o_kernel(qg, kg, v, A, gl, h0, scale)
+    S, ht = gla_state_kernel(kg, v, gl, h0, 1.0, _chunk(q), False)
+    return gla_out_kernel(qg, v, A, S, scale), ht
 
 
 def chunk_gla_bwd(
