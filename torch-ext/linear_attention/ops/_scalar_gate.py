@@ -186,7 +186,7 @@ def scalar_bwd_state_kernel(
 @kernel(dot_precision="tf32x3")
 def scalar_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, do: torch.Tensor,
-    S: torch.Tensor, D: torch.Tensor, scale: float, C: hl.constexpr,
+    S: torch.Tensor, D: torch.Tensor, scale: float, C: hl.constexpr, with_dg: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With P = scale (do v^T . decay), lower triangular:
 
@@ -196,7 +196,7 @@ def scalar_bwd_qk_kernel(
     where x_i = q_i . dq_i and y_j = k_j . dk_j hold the terms through S and D alone.
 
     q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,T,H], S, D [B,NT,H,K,V] -> dq, dk as q, k, dg fp32 [NK,B,T,H], a K tile
-    each (not written without a gate).  One program a head, chunk and K tile.
+    each (written only with_dg, which takes a gate).  One program a head, chunk and K tile.
     """
     B, T, H, K = q.size()
     K, V = hl.specialize((K, v.size(3)))
@@ -221,7 +221,7 @@ def scalar_bwd_qk_kernel(
             b_p = hl.dot(b_do, b_v.transpose(0, 1), acc=b_p)
             b_dq = hl.dot(b_do, b_S.transpose(0, 1), acc=b_dq)
             b_dk = hl.dot(b_v, b_D.transpose(0, 1), acc=b_dk)
-            if gc is not None:
+            if with_dg:
                 b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
         b_q = q[i_b, tile_t, i_h, tile_k]
         b_k = k[i_b, tile_t, i_h, tile_k]
@@ -234,6 +234,7 @@ def scalar_bwd_qk_kernel(
             b_p = b_p * decay_tile(b_gc, lower)
             b_dq = b_dq * torch.exp2(b_gc)[:, None]
             b_dk = b_dk * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
+        if with_dg:
             b_x = torch.sum(b_dq * b_q.to(torch.float32), 1)
             b_y = torch.sum(b_dk * b_k.to(torch.float32), 1)
             strict = tile_t.index[:, None] > tile_t.index[None, :]
@@ -308,15 +309,15 @@ def scalar_gate_fwd(
 
 def scalar_gate_bwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, scale: float,
-    do: torch.Tensor, dht: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in q's dtype, dg fp32 [NK,B,T,H] to be summed (not written without a gate), dh0 fp32 [B,H,K,V]."""
+    do: torch.Tensor, dht: torch.Tensor | None, with_dg: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """dq, dk, dv in q's dtype, dg in g's (None unless with_dg), dh0 fp32 [B,H,K,V]."""
     C, gc = _chunk(q), _gate_sums(g, q)
     S, _ = scalar_fwd_state_kernel(k, v, gc, h0, C)
     D, dh0 = scalar_bwd_state_kernel(q, do, gc, dht, scale, C)
-    dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, scale, C)
+    dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, scale, C, with_dg)
     dv = scalar_bwd_v_kernel(q, k, gc, do, D, scale, C)
-    return dq, dk, dv, dg, dh0
+    return dq, dk, dv, dg.sum(0).to(g.dtype) if with_dg else None, dh0
 
 
 class _ScalarGate(torch.autograd.Function):
@@ -336,8 +337,8 @@ class _ScalarGate(torch.autograd.Function):
         if do is None and dht is None:
             return (None,) * 6
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
-        dq, dk, dv, dg, dh0 = scalar_gate_bwd(q, k, v, g, h0, ctx.scale, do, last_contiguous(dht))
-        dg = dg.sum(0).to(g.dtype) if ctx.needs_input_grad[3] else None
+        dq, dk, dv, dg, dh0 = scalar_gate_bwd(
+            q, k, v, g, h0, ctx.scale, do, last_contiguous(dht), ctx.needs_input_grad[3])
         dh0 = dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None
         return dq, dk, dv, dg, dh0, None
 
