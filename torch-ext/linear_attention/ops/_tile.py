@@ -24,18 +24,19 @@ def decay_tile(b_gc, mask):
 def diagonal_inverse(b_L, C):
     """The 16x16 diagonal blocks of (I + L)^-1 in a [C, C] tile of zeros; L strictly lower, fp32.
 
-    Forward substitution on all blocks at once, a [C/16, 16, 16] batch: 15 unrolled steps of masked row sums.
+    Forward substitution on all blocks at once, a [C/16, 16, 16] batch: in 15 unrolled steps row j of the solution is
+    taken from the rows below it.  A column of L and a row of the solution are where the next step needs them; rows of L
+    would have to change places with columns.
     """
     blk = hl.arange(C // 16)
     row = hl.arange(16)
     same = blk[:, None, None, None] == blk[None, None, :, None]
     b_D = torch.sum(torch.where(same, b_L.reshape([C // 16, 16, C // 16, 16]), 0.0), 2)
     b_X = torch.where(row[None, :, None] == row[None, None, :], 1.0, 0.0) + b_D * 0.0
-    for i in range(1, 16):
-        here = (row == i)[None, :, None]
-        b_l = torch.sum(torch.where(here, b_D, 0.0), 1)
-        b_x = torch.sum(b_l[:, :, None] * b_X, 1)
-        b_X = torch.where(here, b_X - b_x[:, None, :], b_X)
+    for j in range(15):
+        b_l = torch.sum(torch.where((row == j)[None, None, :], b_D, 0.0), 2)
+        b_x = torch.sum(torch.where((row == j)[None, :, None], b_X, 0.0), 1)
+        b_X = b_X - b_l[:, :, None] * b_x[:, None, :]
     return torch.where(same, b_X[:, :, None, :], 0.0).reshape([C, C])
 
 
