@@ -91,11 +91,15 @@ CALLS = (
     dict(wanted=("k", "initial_state")),
     dict(scale=0.3),
 )
-GATES = tuple(dict(gate=gate) for gate in ("zero", "weak", "strong", "fifty", "some_inf", "all_inf")) + (
+GATES = tuple(
+    dict(gate=gate) for gate in ("zero", "weak", "strong", "six", "twenty", "fifty", "some_inf", "all_inf")) + (
     dict(gate="some_inf", dtype="fp16"),
     dict(gate="some_inf", dtype="fp32"),
     dict(gate="strong", dtype="fp16"),
     dict(gate="strong", dtype="fp32"),
+    dict(gate="six", dtype="fp32"),
+    dict(gate="twenty", dtype="fp32"),
+    dict(gate="fifty", dtype="fp32"),
     dict(gate="strong", T=300, B=2),
     dict(gate="some_inf", T=300, B=2),
     dict(wanted=("g",)),
@@ -158,7 +162,7 @@ def make_gate(kind, shape):
         return -50 * torch.rand(shape)
     if kind == "some_inf":
         return torch.where(torch.rand(shape) < 0.05, -torch.inf, -0.2 * torch.rand(shape))
-    return torch.full(shape, {"zero": 0.0, "fifty": -50.0, "all_inf": -torch.inf}[kind])
+    return torch.full(shape, {"zero": 0.0, "six": -6.0, "twenty": -20.0, "fifty": -50.0, "all_inf": -torch.inf}[kind])
 
 
 def laid_out(x, layout):

@@ -16,9 +16,9 @@ factor in the lower ones.
 
 Far: the rest, as with gates of -50 or -inf.  All pairs meet at levels, from 0 up, but for a token with itself.
 
-What is not near is left to kernels of its own, which return at once from a chunk that is near: their code in the others
-would cost registers.  fp16 has not the range, so there all is far.  Which way a row and channel goes, and all that goes
-into row i of the scores, depends on tokens up to i alone.
+What is not near is left to kernels of its own, the far kernels, which pass over a chunk that is all near: their code in
+the others would cost registers.  fp16 has not the range, so there all is far.  Which way a row and channel goes, and
+all that goes into row i of the scores, depends on tokens up to i alone.
 Tiles are [C, BK], C a power of two of at least 16; sums are fp32.
 """
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 BLOCK_LEVEL = 4  # blocks have 2^4 tokens
 FAR_CHUNKS = 8  # chunks that a program for what is not near looks at
-_REACH = 100.0  # of c, both ways from the middle: leaves a factor of 2^77 for what is multiplied and summed
+_REACH = 100.0  # log2; factors are within half of it, which leaves 2^77 for q k, and for do v k in the backward
 
 
 def upper_half(level, C):
@@ -57,14 +57,25 @@ def half_end(level, C):
     return ((hl.arange(C) >> level) + 1) << level
 
 
-def lower_half_end(level, C):
+def border(level, C):
     """The last token before the border of each token's two halves: int [C]."""
+    # a shift of a tensor: torch 2.11 cannot trace one of the number 1
     return half_begin(level + 1, C) + ((hl.arange(C) * 0 + 1) << level) - 1
 
 
 def upto(level, C):
     """Whether token j is at or before token i in its half: bool [C, C]."""
     return between(half_begin(level, C), hl.arange(C) + 1, C)
+
+
+def before(level, C):
+    """Whether token j is before token i in its half: bool [C, C]."""
+    return between(half_begin(level, C), hl.arange(C), C)
+
+
+def after(level, C):
+    """Whether token j is after token i in its half: bool [C, C]."""
+    return between(hl.arange(C) + 1, half_end(level, C), C)
 
 
 def from_(level, C):
@@ -78,7 +89,7 @@ def diagonal(C):
 
 
 def reach(dtype):
-    """How far a sum of gates may fall for 2^-sum to be a factor; for fp16 not at all."""
+    """How far a sum of gates may fall for its exponentials to be factors.  For fp16 no sum, not even 0, is in reach."""
     return -1.0 if dtype == torch.float16 else _REACH
 
 
@@ -108,7 +119,10 @@ def first_level(b_c, dtype):
 
 
 def at_level(b_x, b_c, level, dtype):
-    """x where its pairs at a level count: everywhere between blocks, where it is far inside them; x is not near."""
+    """x, or a gradient of it, where its pairs at a level count: everywhere between blocks, where it is far inside them.
+
+    What is near is zero in x already, or made so at the end.
+    """
     return torch.where(within(b_c, dtype) & (level < BLOCK_LEVEL), 0.0, b_x)
 
 
@@ -146,7 +160,8 @@ def level_gate_sums(b_x, level, dtype, C):
 def block_gate_sums(b_x, level, dtype, C):
     """sum_{i>=t} x_i over a half, with x_i the weights of the pairs that end in i less those that begin there.
 
-    A pair whose tokens are both at or after t cancels: to fp32, if both weights are made of the same rounded numbers.
+    A pair whose tokens are both at or after t cancels, if both weights are made of the same rounded numbers: to fp32,
+    and in the sum to what masked_sums keeps.
     """
     return masked_sums(from_(level, C), b_x, dtype)
 
@@ -191,38 +206,43 @@ def level_gradients(b_x, b_k, b_dA, b_f, level, C):
     return b_y * b_f, b_u * b_y
 
 
-def diagonal_values(b_dA, C):
-    """The diagonal of dA, fp32 [C, 1]."""
-    return torch.sum(torch.where(diagonal(C), b_dA.to(torch.float32), 0.0), 1)[:, None]
+def diagonal_gradients(b_q, b_k, b_dA, C):
+    """What the pairs i = j give of dq and dk; no gate lies between the two.  fp32 [C, BK].
+
+    q, k [C, BK], dA [C, C].
+    """
+    b_d = torch.sum(torch.where(diagonal(C), b_dA.to(torch.float32), 0.0), 1)[:, None]
+    return b_d * b_k.to(torch.float32), b_d * b_q.to(torch.float32)
 
 
 def block_gradients(b_q, b_k, b_dA, b_c, level, C):
-    """What pairs in one half of 2^level tokens with c_i in reach give of dq and dk; and the weights of the pairs that
-    end in a row less those of the pairs that begin there, for block_gate_sums; fp32 [C, BK].
+    """What pairs i > j in one half of 2^level tokens with c_i in reach give of dq and dk; and the weights of the pairs
+    that end in a row less those of the pairs that begin there, for block_gate_sums; fp32 [C, BK].
 
-    q, k [C, BK], dA [C, C], mirrored.
+    q, k [C, BK], dA [C, C], mirrored.  Not i = j: its weight is no part of dg, and may be 2^100 times all others.
     """
     dtype = b_k.dtype
     b_x = (b_q.to(torch.float32) * ahead(b_c, dtype)).to(dtype)
     b_y = (b_k.to(torch.float32) * back(b_c, dtype)).to(dtype)
-    b_u = hl.dot(torch.where(upto(level, C), b_dA, 0.0), b_y, out_dtype=torch.float32)
-    b_v = hl.dot(torch.where(from_(level, C), b_dA, 0.0), b_x, out_dtype=torch.float32)
-    b_w = b_x.to(torch.float32) * b_u - b_y.to(torch.float32) * b_v
-    return b_u * ahead(b_c, dtype), b_v * back(b_c, dtype), b_w
+    b_dx = hl.dot(torch.where(before(level, C), b_dA, 0.0), b_y, out_dtype=torch.float32)
+    b_dy = hl.dot(torch.where(after(level, C), b_dA, 0.0), b_x, out_dtype=torch.float32)
+    b_w = b_x.to(torch.float32) * b_dx - b_y.to(torch.float32) * b_dy
+    return b_dx * ahead(b_c, dtype), b_dy * back(b_c, dtype), b_w
 
 
-def block_key_gradients(b_q, b_z, b_k, b_dA, b_dL, b_c, level, C):
-    """block_gradients of A and of beta_i L_ij, whose gradient is dL, with z = beta k: dq, dk, dw and the weights.
+def block_key_gradients(b_q, b_kb, b_k, b_dA, b_dL, b_c, level, C):
+    """block_gradients of A and of beta_i L_ij, whose gradient is dL, with kb = beta k: dq, dk, dw and the weights.
 
     dw = sum_j dL_ij decay_ij k_j, which times beta is a part of dk_i and times k_i, summed, one of dbeta_i.
     """
     dtype = b_k.dtype
     b_x = (b_q.to(torch.float32) * ahead(b_c, dtype)).to(dtype)
-    b_z = (b_z * ahead(b_c, dtype)).to(dtype)
+    b_z = (b_kb * ahead(b_c, dtype)).to(dtype)
     b_y = (b_k.to(torch.float32) * back(b_c, dtype)).to(dtype)
-    b_u = hl.dot(torch.where(upto(level, C), b_dA, 0.0), b_y, out_dtype=torch.float32)
-    b_w = hl.dot(torch.where(upto(level, C) & ~diagonal(C), b_dL, 0.0), b_y, out_dtype=torch.float32)
-    b_v = hl.dot(torch.where(from_(level, C), b_dA, 0.0), b_x, out_dtype=torch.float32)
-    b_v = hl.dot(torch.where(from_(level, C) & ~diagonal(C), b_dL, 0.0), b_z, acc=b_v)
-    b_p = b_x.to(torch.float32) * b_u + b_z.to(torch.float32) * b_w - b_y.to(torch.float32) * b_v
-    return b_u * ahead(b_c, dtype), b_v * back(b_c, dtype), b_w * ahead(b_c, dtype), b_p
+    b_dx = hl.dot(torch.where(before(level, C), b_dA, 0.0), b_y, out_dtype=torch.float32)
+    b_dz = hl.dot(torch.where(before(level, C), b_dL, 0.0), b_y, out_dtype=torch.float32)
+    b_dy = hl.dot(torch.where(after(level, C), b_dA, 0.0), b_x, out_dtype=torch.float32)
+    b_dy = hl.dot(torch.where(after(level, C), b_dL, 0.0), b_z, acc=b_dy)
+    b_w = b_x.to(torch.float32) * b_dx + b_z.to(torch.float32) * b_dz - b_y.to(torch.float32) * b_dy
+    b_ahead = ahead(b_c, dtype)
+    return b_dx * b_ahead, b_dy * back(b_c, dtype), b_dz * b_ahead, b_w

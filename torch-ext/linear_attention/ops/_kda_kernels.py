@@ -19,15 +19,15 @@ from ._channel_gate import (
     block_gate_sums,
     block_key_gradients,
     block_scores,
+    border,
+    diagonal_gradients,
     diagonal_scores,
-    diagonal_values,
     first_level,
     half_begin,
     later_gate_sums,
     level_gate_sums,
     level_gradients,
     level_scores,
-    lower_half_end,
     mirrored,
     not_within,
     reach,
@@ -41,7 +41,7 @@ def kda_scores_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, C: hl.constexpr
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j;
-    qg = 2^gc q;  kb = 2^gc k;  kg = 2^(gl - gc) k.
+    qg = 2^gc q;  kb = 2^gc k;  kg = 2^(gl - gc) k.  A and L without what the far kernel adds (`_channel_gate.py`).
 
     q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], beta [B,T,H] -> A [B,T,H,C], zero above the diagonal, and qg,
     kb, kg [B,T,H,K] in q's dtype, L fp32 [B,T,H,C], zero on and above the diagonal.
@@ -122,7 +122,7 @@ def kda_far_scores_kernel(
                     b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
                     b_L = b_L + block_scores(b_y, b_k, b_c, BLOCK_LEVEL, C)
                     for level in hl.grid(first_level(b_c, q.dtype), levels):
-                        i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                        i_e = torch.clamp(begin + border(level, C), max=T - 1)
                         b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                         b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
                         b_L = level_scores(at_level(b_y, b_c, level, q.dtype), b_k, b_L, b_f, level, C)
@@ -162,16 +162,15 @@ def kda_solve_kernel(
         # instructions
         b_0 = hl.zeros([C, C], dtype=torch.bfloat16)
         b_L = hl.dot(b_0, b_0, acc=hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows))
-        b_X = unit_lower_inverse(b_L, C).to(v.dtype)
-        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], b_X, extra_mask=rows)
-        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
+        b_X = unit_lower_inverse(b_L, C)
+        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], b_X.to(X.dtype), extra_mask=rows)
+        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)
+        b_X = (b_X * b_beta[None, :]).to(v.dtype)
         for tile_k in hl.tile(K, block_size=BK):
-            b_k = hl.load(kb, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_w = hl.dot(b_X, (b_k.to(torch.float32) * b_beta).to(v.dtype), out_dtype=torch.float32)
+            b_w = hl.dot(b_X, hl.load(kb, [i_b, i_t, i_h, tile_k], extra_mask=rows), out_dtype=torch.float32)
             hl.store(w, [i_b, i_t, i_h, tile_k], b_w.to(w.dtype), extra_mask=rows)
         for tile_v in hl.tile(V, block_size=BV):
-            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows)
-            b_u = hl.dot(b_X, (b_v.to(torch.float32) * b_beta).to(v.dtype), out_dtype=torch.float32)
+            b_u = hl.dot(b_X, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows), out_dtype=torch.float32)
             hl.store(u, [i_b, i_t, i_h, tile_v], b_u.to(u.dtype), extra_mask=rows)
     return X, w, u
 
@@ -232,7 +231,8 @@ def kda_bwd_qk_kernel(
     dq_i = x_i + sum_j dA_ij e_ij k_j
     dk_i = y_i + beta_i z_i + sum_j (dA_ji e_ji q_j + beta_j dL_ji e_ji k_j + beta_i dL_ij e_ij k_j)
     dbeta_i = k_i . z_i + sum_j dL_ij L_ij / beta_i
-    dg_t = sum_{i>=t>j} (dA_ij A_ij + dL_ij L_ij) + sum_{i>=t} (q x + beta k z)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
+    dg_t = sum_{i>=t>j} (q_i dA_ij + beta_i k_i dL_ij) e_ij k_j
+         + sum_{i>=t} (q x + beta k z)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
     with every sum of dg in each channel.  The division by beta is only notation.
 
     q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], beta [B,T,H], do, n, r [B,T,H,V], dA, dL [B,T,H,C],
@@ -277,9 +277,10 @@ def kda_bwd_qk_kernel(
         b_x = b_x * torch.exp2(b_gc) * scale
         b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
         b_z = -b_z * torch.exp2(b_gc)
-        b_dq, b_dk, b_dw, b_p = block_key_gradients(b_q, b_kb, b_k, b_dA, b_dL, b_gc, levels, C)
-        b_dq = b_dq + b_x
-        b_dk = b_dk + b_y
+        b_u, b_v, b_dw, b_p = block_key_gradients(b_q, b_kb, b_k, b_dA, b_dL, b_gc, levels, C)
+        b_dq, b_dk = diagonal_gradients(b_q, b_k, b_dA, C)
+        b_dq = b_dq + b_u + b_x
+        b_dk = b_dk + b_v + b_y
         b_dw = b_dw + b_z
         b_dg = block_gate_sums(b_p + b_q.to(torch.float32) * b_x + b_kb * b_z, levels, q.dtype, C)
         b_dg = b_dg + later_gate_sums(b_k.to(torch.float32) * b_y, q.dtype, C)
@@ -328,11 +329,8 @@ def kda_far_bwd_qk_kernel(
                     b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
                     b_dq, b_dk, b_dw, b_p = block_key_gradients(b_x, b_z, b_k, b_dA, b_dL, b_c, BLOCK_LEVEL, C)
                     b_dg = block_gate_sums(b_p, BLOCK_LEVEL, q.dtype, C)
-                    b_d = diagonal_values(b_dA, C)
-                    b_dq = b_dq + not_within(b_d * b_k.to(torch.float32), b_c, q.dtype)
-                    b_dk = b_dk + b_d * not_within(b_x, b_c, q.dtype)
                     for level in hl.grid(first_level(b_c, q.dtype), levels):
-                        i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                        i_e = torch.clamp(begin + border(level, C), max=T - 1)
                         b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                         upper = upper_half(level, C)
                         b_u, b_s = level_gradients(at_level(b_x, b_c, level, q.dtype), b_k, b_dA, b_f, level, C)

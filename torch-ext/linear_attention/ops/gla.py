@@ -26,15 +26,15 @@ from ._channel_gate import (
     block_gate_sums,
     block_gradients,
     block_scores,
+    border,
+    diagonal_gradients,
     diagonal_scores,
-    diagonal_values,
     first_level,
     half_begin,
     later_gate_sums,
     level_gate_sums,
     level_gradients,
     level_scores,
-    lower_half_end,
     mirrored,
     not_within,
     reach,
@@ -51,6 +51,7 @@ def gla_scores_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  qg = 2^gc q;  kg = 2^(gl - gc) k.
 
+    A without what the far kernel adds (`_channel_gate.py`).
     q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K] -> A [B,T,H,C], zero above the diagonal, qg, kg [B,T,H,K], all
     in q's dtype.  One program a head and chunk.
     """
@@ -117,7 +118,7 @@ def gla_far_scores_kernel(
                     b_A = b_A + block_scores(b_x, b_k, b_c, BLOCK_LEVEL, C)
                     b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
                     for level in hl.grid(first_level(b_c, q.dtype), levels):
-                        i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                        i_e = torch.clamp(begin + border(level, C), max=T - 1)
                         b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                         b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
                 idx = hl.arange(C)
@@ -271,7 +272,7 @@ def gla_bwd_qk_kernel(
 
     dq_i = x_i + sum_j dA_ij e_ij k_j
     dk_i = y_i + sum_j dA_ji e_ji q_j
-    dg_t = sum_{i>=t>j} dA_ij A_ij + sum_{i>=t} (q x)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
+    dg_t = sum_{i>=t>j} q_i dA_ij e_ij k_j + sum_{i>=t} (q x)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
     with every sum of dg in each channel.
 
     q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], v, do [B,T,H,V], dA [B,T,H,C], S, D [B,NT,H,K,V]
@@ -309,9 +310,10 @@ def gla_bwd_qk_kernel(
             b_z = b_z + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
         b_x = b_x * torch.exp2(b_gc) * scale
         b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
-        b_dq, b_dk, b_w = block_gradients(b_q, b_k, b_dA, b_gc, levels, C)
-        b_dq = b_dq + b_x
-        b_dk = b_dk + b_y
+        b_u, b_v, b_w = block_gradients(b_q, b_k, b_dA, b_gc, levels, C)
+        b_dq, b_dk = diagonal_gradients(b_q, b_k, b_dA, C)
+        b_dq = b_dq + b_u + b_x
+        b_dk = b_dk + b_v + b_y
         b_dg = block_gate_sums(b_w + b_q.to(torch.float32) * b_x, levels, q.dtype, C)
         b_dg = b_dg + later_gate_sums(b_k.to(torch.float32) * b_y, q.dtype, C)
         b_dg = b_dg + (b_z * torch.exp2(b_gl))[None, :]
@@ -353,11 +355,8 @@ def gla_far_bwd_qk_kernel(
                     b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
                     b_dq, b_dk, b_w = block_gradients(b_x, b_k, b_dA, b_c, BLOCK_LEVEL, C)
                     b_dg = block_gate_sums(b_w, BLOCK_LEVEL, q.dtype, C)
-                    b_d = diagonal_values(b_dA, C)
-                    b_dq = b_dq + not_within(b_d * b_k.to(torch.float32), b_c, q.dtype)
-                    b_dk = b_dk + b_d * not_within(b_x, b_c, q.dtype)
                     for level in hl.grid(first_level(b_c, q.dtype), levels):
-                        i_e = torch.clamp(begin + lower_half_end(level, C), max=T - 1)
+                        i_e = torch.clamp(begin + border(level, C), max=T - 1)
                         b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                         b_y, b_w = level_gradients(at_level(b_x, b_c, level, q.dtype), b_k, b_dA, b_f, level, C)
                         b_dq = b_dq + torch.where(upper_half(level, C), at_level(b_y, b_c, level, q.dtype), 0.0)
