@@ -284,8 +284,6 @@ def scalar_bwd_v_kernel(
     return dv
 
 
-
-
 def _chunk(q: torch.Tensor) -> int:
     """Tokens in a chunk: fp32 tiles of 64 spill more and lose more of a small gate that follows a strong one."""
     return 32 if q.dtype == torch.float32 else 64
