@@ -240,7 +240,8 @@ def test_leaves_no_trace(package, tmp_path, device):
         changed = sorted(set(before.items()) ^ set(os.environ.items()))
         print(json.dumps({{"seconds": seconds, "changed": changed}}))
     """)
-    caches = {name: str(tmp_path / "caches") for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+    compilers = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+    caches = {name: str(tmp_path / "caches") for name in compilers}
     here.chmod(0o555)
     try:
         out = run_offline(code, cwd=here, HOME=str(home), **caches)

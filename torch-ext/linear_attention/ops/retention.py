@@ -4,6 +4,8 @@ Equations and kernels are in `_scalar_gate.py`: the gate is log gamma_h, one val
 """
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ._checks import check_chunk_size, check_qkv, check_scale, check_state, not_yet
@@ -48,7 +50,8 @@ def chunk_retention(
     check_scale(scale)
     check_state(initial_state, (q.size(0), q.size(2), q.size(3), v.size(3)), q)
     check_chunk_size(chunk_size)
-    head = torch.arange(q.size(2), dtype=torch.float32, device=q.device)
-    log_gamma = torch.log1p(-torch.exp2(-5.0 - head))
+    head = torch.arange(q.size(2), dtype=torch.float64, device=q.device)
+    # exp, since PyTorch compiles its exp2 for CUDA at the first call.
+    log_gamma = torch.log1p(-torch.exp((-5 - head) * math.log(2))).to(torch.float32)
     o, final_state = scalar_gate(q, k, v, log_gamma.expand(q.shape[:3]), scale, initial_state)
     return o, final_state if output_final_state else None
