@@ -29,6 +29,7 @@ test: build
 	OMP_NUM_THREADS=1 $(py) -m pytest -n 2 -m "not gpu" $(TEST_ARGS)
 
 test-gpu: build
+	@$(py) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu needs a CUDA device")'
 	$(py) -m pytest -m gpu --junitxml=$(RESULTS)/gpu-tests.xml $(TEST_ARGS)
 
 bench: build $(bench_ready)

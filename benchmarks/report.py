@@ -244,6 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-plot", action="store_true", help="keep the PNG as it is")
     args = parser.parse_args(argv)
 
+    if not args.results.exists():
+        parser.error(f"no results at {args.results}: compare.py writes them on a GPU")
     results = json.loads(args.results.read_text())
     image = args.results.with_suffix(".png")
     readme = args.readme.read_text()

@@ -135,6 +135,7 @@ def _cases(op, large):
         rows += KEYS
     if op == "simple_gla":
         rows += (dict(gate="gamma"), dict(gate="gamma", h0=False), dict(gate="none"))
+        rows += (dict(gate="both"), dict(gate="both", small="bf16", dtype="fp32"))
     if op in ("retention", "simple_gla", "delta_rule", "gated_delta_rule", "kda"):
         rows += (dict(chunk_size=32),)
     # a row may be one that the defaults, or an operator without gates, already have
@@ -196,13 +197,13 @@ def make(case, device="cpu"):
     inputs = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     if case.op in GATED and case.gate not in ("gamma", "none"):
         shape = (B, T, H) if GATED[case.op] == "head" else (B, T, H, K)
-        inputs["g"] = make_gate(case.gate, shape).to(small or torch.float32)
+        inputs["g"] = make_gate("model" if case.gate == "both" else case.gate, shape).to(small or torch.float32)
     if case.op in DELTA:
         beta = torch.ones(B, T, H) if case.keys == "parallel" else torch.randn(B, T, H).sigmoid()
         inputs["beta"] = beta.to(small or dtype)
     inputs = {name: laid_out(x.to(device), case.layout) for name, x in inputs.items()}
-    if case.gate == "gamma":
-        inputs["g_gamma"] = torch.linspace(-0.5, -0.01, H, device=device)
+    if case.gate in ("gamma", "both"):
+        inputs["g_gamma"] = torch.linspace(-0.5, -0.01, H, device=device, dtype=small)
     if case.h0:
         h0 = torch.randn(B, H, K, V).to(device, small or torch.float32)
         inputs["initial_state"] = h0.mT.contiguous().mT if case.layout == "transposed" else h0

@@ -37,7 +37,7 @@ def log_gate(op, q, g=None, g_gamma=None):
         g = g[..., None]
     if g_gamma is not None:
         fixed = g_gamma[None, None, :, None].expand(*q.shape[:3], 1)
-        g = fixed if g is None else g + fixed
+        g = fixed if g is None else g.double() + fixed
     return g
 
 

@@ -109,6 +109,19 @@ def test_mixed_devices(call, op, name):
 
 
 @EVERY
+def test_other_devices(call, op):
+    q, k, v = (tensor(B, T, H, n, device="meta") for n in (K, K, V))
+    with refused(ValueError, "q", "CPU or CUDA", "meta"):
+        call(op, q=q, k=k, v=v)
+
+
+@EVERY
+def test_sparse(call, op):
+    with refused(TypeError, "k", "dense", "sparse"):
+        call(op, k=tensor(B, T, H, K).to_sparse())
+
+
+@EVERY
 def test_initial_state(call, op):
     with refused(ValueError, "initial_state", [B, H, K, V], [B + 1, H, K, V]):
         call(op, initial_state=tensor(B + 1, H, K, V))

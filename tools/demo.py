@@ -149,6 +149,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, in Helion's interpreter: exact, not fast"
     print(f"{REPO_ID} version 0, {get_kernel(REPO_ID, version=0).__name__}, on {where}", flush=True)
+    print(f"  0/{len(OPERATORS)} running the first ones", file=sys.stderr, flush=True)
     done: dict[str, list[str]] = {}
     for line in rows(device):
         done[line[0]] = line

@@ -476,8 +476,10 @@ def main() -> None:
         screen(options)
     elif options.derive:
         derive(options)
-    else:
+    elif torch.cuda.is_available():
         tune(options)
+    else:
+        parser.error("no CUDA device to time configs on; --screen and --derive need none")
 
 
 if __name__ == "__main__":

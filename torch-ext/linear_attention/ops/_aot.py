@@ -25,7 +25,7 @@ from ._ptxas import assembled_right
 
 try:
     from helion import aot_kernel
-except ImportError:  # Helion before 1.4, which imports the package but does not run it
+except ImportError:  # Helion before 1.4, which the Hub's builder imports the package with
     from helion.experimental.aot_kernel import aot_kernel
 
 _log = logging.getLogger("linear_attention")
@@ -62,17 +62,18 @@ def _rendered(source: pathlib.Path, device: torch.device) -> types.ModuleType:
 def _reach(args: tuple) -> int:
     """The largest element offset in an argument, or in an output as large as these kernels make them.
 
-    An output has the arguments' rows with at most 64 columns, or a K x V state for every chunk; a chunk's length is an
-    integer argument or the width of the scores.
+    An output has the arguments' rows with at most 64 columns, or a K x V state for every sequence, head and chunk.  A
+    chunk's length is the least of the integer arguments of at least 16 and of the widths that it can be.
     """
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     inputs = max(sum((n - 1) * s for n, s in zip(x.shape, x.stride())) for x in tensors)
     tokens = [x for x in tensors if x.dim() == 4 and x.numel()]
+    C = min([n for n in args if type(n) is int and n >= 16] + [x.shape[3] for x in tokens if x.shape[3] in (16, 32, 64)],
+            default=16)
+    width = max((x.shape[3] for x in tokens), default=0)
     rows = max((x.numel() // x.shape[3] for x in tokens), default=0)
-    widths = [x.shape[3] for x in tokens]
-    chunks = [n for n in args if type(n) is int and n >= 16] or [n for n in widths if n in (16, 32, 64)]
-    state = max(widths, default=0) ** 2 // min(chunks) if chunks else 0
-    return max(inputs, rows * max(64, *widths, state))
+    states = max((x.shape[0] * -(-x.shape[1] // C) * x.shape[2] for x in tokens), default=0)
+    return max(inputs, rows * max(64, width), states * width**2)
 
 
 def _aliases(args: tuple) -> tuple[int, ...]:

@@ -131,10 +131,9 @@ def masked_sums(mask, b_x, dtype):
 
     Beside narrow inputs x goes into two products, as a bf16 value and the bf16 value of the rest: 16 bits.
     """
-    b_m = torch.where(mask, 1.0, 0.0)
     if dtype == torch.float32:
-        return hl.dot(b_m, b_x)
-    b_m = b_m.to(torch.bfloat16)
+        return hl.dot(mask.to(torch.float32), b_x)
+    b_m = mask.to(torch.bfloat16)
     b_high = b_x.to(torch.bfloat16)
     b_low = (b_x - b_high.to(torch.float32)).to(torch.bfloat16)
     return hl.dot(b_m, b_high, acc=hl.dot(b_m, b_low, out_dtype=torch.float32))

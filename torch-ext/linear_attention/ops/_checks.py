@@ -22,7 +22,8 @@ MAX_K = 256
 def _described(x: object) -> str:
     if isinstance(x, torch.Tensor):
         return f"a {x.dtype} tensor of shape {list(x.shape)} on {x.device}"
-    return f"{x!r} ({type(x).__name__})"
+    text = repr(x)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(x).__name__})"
 
 
 def _check_tensor(x: object, name: str, layout: str) -> None:
@@ -30,6 +31,8 @@ def _check_tensor(x: object, name: str, layout: str) -> None:
         raise TypeError(f"{name}: expected a tensor {layout}, got {_described(x)}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {_described(x)}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got one of layout {x.layout}")
 
 
 def _check_like(x: object, name: str, layout: str, shape: Sequence[int], like: torch.Tensor, like_name: str) -> None:
@@ -53,6 +56,8 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {_described(x)}")
         if x.device != q.device:
             raise ValueError(f"{name}: expected a tensor on q's device {q.device}, got {_described(x)}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"q: expected a tensor on a CPU or CUDA device, got {_described(q)}")
     B, T, H, K = q.shape
     if k.shape != q.shape:
         raise ValueError(f"k: expected q's shape [B, T, H, K] = {[B, T, H, K]}, got {_described(k)}")

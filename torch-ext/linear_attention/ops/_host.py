@@ -21,6 +21,7 @@ def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
+@torch.compiler.disable
 def over_values(
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, initial_state: torch.Tensor | None,
@@ -41,5 +42,6 @@ def over_values(
         state = initial_state if initial_state is None else pad_to_16(initial_state[..., begin:begin + width])
         state = state if state is None else last_contiguous(pad_to_16(state, -2))
         o, final_state = run(q, k, last_contiguous(pad_to_16(part)), state)
-        results.append((o[..., :part.size(-1)], final_state[..., :K, :part.size(-1)]))
+        # contiguous, for callers that view o: what was padded is not, once the padding is off
+        results.append((o[..., :part.size(-1)].contiguous(), final_state[..., :K, :part.size(-1)].contiguous()))
     return results[0] if len(results) == 1 else tuple(torch.cat(parts, -1) for parts in zip(*results))

@@ -70,6 +70,7 @@ class _L2Norm(torch.autograd.Function):
         return l2norm_bwd_kernel(*ctx.saved_tensors, last_contiguous(dyq), last_contiguous(dyk))
 
 
+@torch.compiler.disable
 def l2norm(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k [B, T, H, K], any strides, over sqrt(sum x^2 + 1e-6) of their channels; differentiable."""
     return _L2Norm.apply(last_contiguous(q), last_contiguous(k))

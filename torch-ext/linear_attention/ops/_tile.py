@@ -32,7 +32,7 @@ def diagonal_inverse(b_L, C):
     row = hl.arange(16)
     same = blk[:, None, None, None] == blk[None, None, :, None]
     b_D = torch.sum(torch.where(same, b_L.reshape([C // 16, 16, C // 16, 16]), 0.0), 2)
-    b_X = torch.where(row[None, :, None] == row[None, None, :], 1.0, 0.0) + b_D * 0.0
+    b_X = (row[None, :, None] == row[None, None, :]).to(torch.float32) + b_D * 0.0
     for j in range(15):
         b_l = torch.sum(torch.where((row == j)[None, None, :], b_D, 0.0), 2)
         b_x = torch.sum(torch.where((row == j)[None, :, None], b_X, 0.0), 1)

@@ -55,7 +55,7 @@ def chunk_simple_gla(
     if g_gamma is not None:
         check_gate(g_gamma, q.shape[2:3], q, "g_gamma")
         gamma = g_gamma.detach()
-        g = gamma.expand(q.shape[:3]) if g is None else g + gamma
+        g = gamma.expand(q.shape[:3]) if g is None else g.float() + gamma.float()
     check_scale(scale)
     check_state(initial_state, (q.size(0), q.size(2), q.size(3), v.size(3)), q)
     check_chunk_size(chunk_size)
