@@ -68,9 +68,9 @@ def _reach(args: tuple) -> int:
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     inputs = max(sum((n - 1) * s for n, s in zip(x.shape, x.stride())) for x in tensors)
     tokens = [x for x in tensors if x.dim() == 4 and x.numel()]
-    C = min([n for n in args if type(n) is int and n >= 16] + [x.shape[3] for x in tokens if x.shape[3] in (16, 32, 64)],
-            default=16)
-    width = max((x.shape[3] for x in tokens), default=0)
+    widths = [x.shape[3] for x in tokens]
+    C = min([n for n in args if type(n) is int and n >= 16] + [n for n in widths if n in (16, 32, 64)], default=16)
+    width = max(widths, default=0)
     rows = max((x.numel() // x.shape[3] for x in tokens), default=0)
     states = max((x.shape[0] * -(-x.shape[1] // C) * x.shape[2] for x in tokens), default=0)
     return max(inputs, rows * max(64, width), states * width**2)

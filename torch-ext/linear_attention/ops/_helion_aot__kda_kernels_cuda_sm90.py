@@ -1,4 +1,4 @@
-"""Configs of the kernels of _kda_kernels.py for sm90 (derived, not measured; measured on NVIDIA H200).
+"""Configs of the kernels of _kda_kernels.py for sm90 (measured on NVIDIA H200).
 
 Rendered by tools/render_configs.py from configs/: edit those, not this file.
 """
@@ -35,21 +35,22 @@ KDA_SCORES_KERNEL = {
 KDA_FAR_SCORES_KERNEL = {
     "configs": [
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (4, 128), (4, 128), (2,), (2, 64), (4, 64), 64): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
-            (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
+            (2, 16384, 16): 1,
+            (4, 2048, 16): 1,
+            (4, 4096, 64): 1,
         },
         ((2, 256), (2, 256), (4, 256), (4, 256), (2,), (2, 64), (4, 64), 64): {
-            (8, 2048, 32): 0,
+            (8, 2048, 32): 1,
         },
         ((2, 64), (2, 64), (4, 64), (4, 64), (2,), (2, 64), (4, 64), 64): {
-            (8, 1024, 8): 0,
+            (8, 1024, 8): 1,
         },
     },
 }
@@ -129,15 +130,16 @@ KDA_BWD_QK_KERNEL = {
 KDA_FAR_BWD_QK_KERNEL = {
     "configs": [
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (4, 128), (4, 128), (2,), (2, 64), (2, 64), (2, 128), (2, 128), (4, 128), (4, 96), 64): {
             (1, 8192, 96): 0,
         },
         ((2, 128), (2, 128), (4, 128), (4, 128), (2,), (2, 64), (2, 64), (2, 128), (2, 128), (4, 128), (4, 16), 64): {
-            (2, 16384, 16): 0,
+            (2, 16384, 16): 1,
             (4, 2048, 16): 0,
         },
         ((2, 128), (2, 128), (4, 128), (4, 128), (2,), (2, 64), (2, 64), (2, 128), (2, 128), (4, 128), (4, 64), 64): {
@@ -147,7 +149,7 @@ KDA_FAR_BWD_QK_KERNEL = {
             (8, 2048, 32): 0,
         },
         ((2, 64), (2, 64), (4, 64), (4, 64), (2,), (2, 64), (2, 64), (2, 64), (2, 64), (4, 64), (4, 8), 64): {
-            (8, 1024, 8): 0,
+            (8, 1024, 8): 1,
         },
     },
 }

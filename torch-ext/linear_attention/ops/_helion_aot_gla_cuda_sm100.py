@@ -35,16 +35,17 @@ GLA_SCORES_KERNEL = {
 GLA_FAR_SCORES_KERNEL = {
     "configs": [
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (4, 128), (4, 128), (2, 64), 64): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
+            (2, 16384, 16): 1,
             (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
+            (4, 4096, 64): 1,
         },
         ((2, 256), (2, 256), (4, 256), (4, 256), (2, 64), 64): {
             (8, 2048, 32): 0,
@@ -196,7 +197,7 @@ GLA_FAR_BWD_QK_KERNEL = {
             (4, 4096, 64): 0,
         },
         ((2, 256), (2, 256), (4, 256), (4, 256), (2, 64), (2, 256), (2, 256), (4, 256), 64): {
-            (8, 2048, 32): 0,
+            (8, 2048, 32): 1,
         },
         ((2, 64), (2, 64), (4, 64), (4, 64), (2, 64), (2, 64), (2, 64), (4, 64), 64): {
             (8, 1024, 8): 0,
