@@ -392,18 +392,14 @@ def identity(meta: Mapping[str, object]) -> tuple:
     return tuple(meta.get(key) for key in ("gpu", "versions", "package", "torch_ext_tree", "configs_sha256"))
 
 
-def without_out(arguments: Sequence[str]) -> list[str]:
-    """Command line arguments but `--out` and its path, which is a matter of one machine."""
-    pairs = zip(("", *arguments), arguments)
-    return [x for before, x in pairs if before != "--out" and x != "--out" and not x.startswith("--out=")]
-
-
 def make_meta(described: Mapping[str, object], source: bool) -> dict[str, object]:
-    """`meta` of a run that is starting."""
+    """`meta` of a run that is starting; its command without `--out`, which is a matter of one machine."""
+    out = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    out.add_argument("--out")
     return {
         **described,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": " ".join(["python", "benchmarks/compare.py", *without_out(sys.argv[1:])]),
+        "command": " ".join(["python", "benchmarks/compare.py", *out.parse_known_args()[1]]),
         "package": "torch-ext" if source else "staged build",
         **provenance(ROOT),
     }

@@ -258,6 +258,13 @@ def test_the_budget_ends_a_run(fake_run, capsys):
     assert "left out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("out", [["--out", "/some/where.json"], ["--out=/some/where.json"]])
+def test_recorded_command_names_no_folder(out, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--ops", "kda", "gla", *out, "--first-call", "op"])
+    command = compare.make_meta({}, source=True)["command"]
+    assert command == "python benchmarks/compare.py --ops kda gla --first-call op"
+
+
 # The report
 
 
@@ -316,6 +323,9 @@ def test_readme_block(results, tmp_path, capsys):
     assert report.main([*argv, "--check"]) == 0
     with pytest.raises(ValueError, match="results:begin"):
         report.insert("no markers", "x")
+    with pytest.raises(SystemExit):
+        report.main([str(tmp_path / "none.json"), *argv[1:]])
+    assert "none.json" in capsys.readouterr().err
 
 
 def test_plot(results, tmp_path):
@@ -327,7 +337,6 @@ def test_plot(results, tmp_path):
     assert images[0].startswith(b"\x89PNG") and images[0] == images[1]
 
 
-@pytest.mark.skipif(not (ROOT / "benchmarks/results/NVIDIA_H200.json").exists(), reason="nothing measured yet")
 def test_the_committed_results_are_whole():
     content = json.loads((ROOT / "benchmarks/results/NVIDIA_H200.json").read_text())
     assert {"gpu", "date", "command", "versions", "torch_ext_tree", "configs_sha256"} <= content["meta"].keys()

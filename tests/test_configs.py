@@ -4,6 +4,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 
 import pytest
 import render_configs
@@ -182,3 +183,11 @@ def test_a_stopped_run_goes_on(tmp_path):
 def test_wrong_numbers_are_not_kept(change, reason):
     x = torch.randn(4096, 64)
     assert reason in tune.wrong([change(x)], [x]) and bool(reason) == bool(tune.wrong([change(x)], [x]))
+
+
+def test_tuning_takes_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["tune.py"])
+    with pytest.raises(SystemExit):
+        tune.main()
+    assert "no CUDA device" in capsys.readouterr().err

@@ -162,23 +162,3 @@ def test_packing_is_refused_and_not_ignored(model, name, keyword):
 def test_torch_compile_keeps_the_model_function(model, name):
     with pytest.raises(ValueError, match="mode"):
         kernelized(model, name, Mode.TRAINING | Mode.TORCH_COMPILE, "cpu")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_compiled_around(package, dtype):
-    """torch.compile breaks its graph at an operator, and a process's default dtype does not matter."""
-    q, k, v, g = (torch.randn(1, 20, 2, 16, dtype=torch.float32) for _ in range(4))
-    beta = torch.rand(1, 20, 2, dtype=torch.float32)
-    q.requires_grad_()
-
-    def loss(q):
-        o, _ = package.chunk_kda(2 * q, k, v, -g.abs(), beta, use_qk_l2norm_in_kernel=True)
-        return o.sum()
-
-    expected = torch.autograd.grad(loss(q), q)[0]
-    torch.set_default_dtype(dtype)
-    try:
-        got = torch.autograd.grad(torch.compile(loss, backend="eager")(q), q)[0]
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(got, expected)

@@ -197,3 +197,24 @@ def test_large_numbers(op, total, device, package, reference):
         inputs[name] = inputs[name] * 1e5
     do, dht = do * 1e5, dht * 1e5
     check(Case(op, T=128, K=32, V=48), inputs, do, dht, package, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compiled_around(package, dtype):
+    """torch.compile breaks its graph at an operator, and a process's default dtype does not matter."""
+    q, k, v, g = (torch.randn(1, 20, 2, 16, dtype=torch.float32) for _ in range(4))
+    beta = torch.rand(1, 20, 2, dtype=torch.float32)
+    q.requires_grad_()
+
+    def loss(q):
+        o, _ = package.chunk_kda(2 * q, k, v, -g.abs(), beta, use_qk_l2norm_in_kernel=True)
+        return o.sum()
+
+    expected = torch.autograd.grad(loss(q), q)[0]
+    assert expected.any()
+    torch.set_default_dtype(dtype)
+    try:
+        got = torch.autograd.grad(torch.compile(loss, backend="eager")(q), q)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, expected)
