@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from cells import Workload
-from numerics import UNIT, rms, run_eager
+from numerics import UNIT, gate_terms, rms, run_eager
 
 
 class Yardstick(NamedTuple):
@@ -48,7 +48,8 @@ def yardstick(workload: Workload, tensors: Mapping[str, torch.Tensor]) -> Yardst
     exact = run_eager(op, inputs, do, None, exact=True)
     rounded = run_eager(op, inputs, do, None)
     names = workload.outputs
-    scales = {name: rms(exact["dg_terms" if name == "dg" else name]) for name in names}
+    terms = gate_terms(op, inputs, do, None) if "dg" in names else {}
+    scales = {name: rms(terms.get(name, exact[name])) for name in names}
     unit = UNIT[tensors["q"].dtype]
     limits = {name: (2 * rms(rounded[name] - exact[name]) + unit * scales[name]) / rms(exact[name]) for name in names}
     return Yardstick({name: exact[name] for name in names}, limits)

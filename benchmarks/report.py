@@ -1,6 +1,7 @@
 """Render the results of compare.py: the README's table, between its markers, and a plot.
 
     python benchmarks/report.py             # benchmarks/results/NVIDIA_H200.json into README.md, and a PNG beside it
+                                            # also the errors that gpu-tests.xml, in the same folder, tells of
     python benchmarks/report.py --check     # only say whether the README is what the results give
 
 A ratio is FLA's figure over ours, so above 1 is better; means are geometric.
@@ -12,14 +13,18 @@ import argparse
 import difflib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 NONE = "–"
+# What the tests compare with fp64, as they name it.
+COMPARED = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "dA_log", "ddt_bias")
 
 
 class Measure(NamedTuple):
@@ -133,6 +138,20 @@ def eager_table(rows: Sequence[Mapping[str, object]]) -> str:
     )
 
 
+def errors_table(report: Path, ops: Iterable[str]) -> str:
+    """One line an operator: the GPU tests that compared results with fp64, and the largest error over its bound."""
+    cases: Counter[str] = Counter()
+    worst: dict[tuple[str, str], float] = {}
+    for test in ElementTree.parse(report).iter("testcase"):
+        found = [x.get("name").split()[1:] + [x.get("value")] for x in test.iter("property")
+                 if x.get("name").startswith("error/bound")]
+        cases.update({op for op, _, _ in found})
+        for op, name, value in found:
+            worst[op, name] = max(worst.get((op, name), 0.0), float(value))
+    body = [[op, str(cases[op]), *(number(worst.get((op, name))) for name in COMPARED)] for op in ops if op in cases]
+    return table(["operator", "tests", *COMPARED], body)
+
+
 def first_call_sentence(rows: Sequence[Mapping[str, dict]]) -> str:
     seconds = [(s, row["op"]) for row in rows if (s := row["ours"].get("first_call_s")) is not None]
     if not seconds:
@@ -151,8 +170,8 @@ def worst_sentence(rows: Sequence[Mapping[str, object]]) -> str:
     return f"Worst cells: {'; '.join(parts)}. " if parts else ""
 
 
-def render(results: Mapping[str, dict], image: str | None = None) -> str:
-    """The README's block, without its markers."""
+def render(results: Mapping[str, dict], image: str | None = None, tests: Path | None = None) -> str:
+    """The README's block, without its markers; `tests` is the JUnit report of the GPU tests."""
     meta, rows, extra = results["meta"], results["rows"], results.get("extra") or []
     versions = ", ".join(f"{name} {meta['versions'][name]}" for name in sorted(meta["versions"]))
     parts = [
@@ -170,6 +189,9 @@ def render(results: Mapping[str, dict], image: str | None = None) -> str:
     if extra:
         title = "With the options that models use"
         parts.append(f"<details><summary>{title}</summary>\n\n{cell_table(extra)}\n\n</details>")
+    if tests:
+        title = "Errors in the GPU tests: the largest one of each result, over its bound"
+        parts.append(f"<details><summary>{title}</summary>\n\n{errors_table(tests, operators(rows))}\n\n</details>")
     parts.append(
         f"Errors are relative RMS errors against fp64. Measured with {versions}; sources "
         f"`{meta['torch_ext_tree'][:12]}`, configs `{meta['configs_sha256'][:12]}`; `{meta['command']}`."
@@ -253,7 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = image.resolve().relative_to(args.readme.resolve().parent).as_posix()
     except ValueError:
         shown = image.as_posix()
-    fresh = insert(readme, render(results, shown))
+    tests = args.results.with_name("gpu-tests.xml")
+    fresh = insert(readme, render(results, shown, tests if tests.exists() else None))
     if args.check:
         sys.stdout.writelines(
             difflib.unified_diff(readme.splitlines(True), fresh.splitlines(True), "README", "results")

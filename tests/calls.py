@@ -51,7 +51,7 @@ class Compilations:
 def arguments(B=2, T=1000, H=4, K=64, V=64, dtype="bf16", strides="") -> tuple:
     """Arguments of scalar_fwd_o_kernel."""
     x = f"{dtype}[{B},{T},{H},{K}]{strides}"
-    return offline_compile.fakes([x, x, f"{dtype}[{B},{T},{H},{V}]", f"f32[{B},{T},{H}]", None, 0.1, 64])
+    return offline_compile.fakes([x, x, f"{dtype}[{B},{T},{H},{V}]", f"f32[{B},{T},{H}]", None, None, 0.1, 64])
 
 
 def main(device: str) -> None:

@@ -2,6 +2,7 @@
 
     python compiled.py h200 shipped          every config of configs/cuda_sm90, at the largest form it is shipped for
     python compiled.py h200 bf16/128 ...     what a call of every operator selects, with initial and final states
+    python compiled.py h200 bf16/128/packed  the same with sequences in one row, grouped heads, raw gates and beta
 """
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ def shipped() -> list[tuple[object, tuple, dict[str, object]]]:
             for _, module, name, entry in found.values()]
 
 
-def selected(dtype: str, width: int) -> list[tuple[object, tuple, dict[str, object]]]:
+def selected(dtype: str, width: int, packed: bool) -> list[tuple[object, tuple, dict[str, object]]]:
     """(kernel, arguments, config) for every distinct kernel call of the operators at K = V = width."""
     found = {}
     for op in workloads.OPERATORS:
         sizes = {"B": 2, "T": 1000, "H": 4, "K": width, "V": width}
         calls = workloads.recorded_offline(
-            op, sizes, dtype=workloads.DTYPES[dtype], state=True, l2norm=op in workloads.L2NORM)
+            op, sizes, dtype=workloads.DTYPES[dtype], state=True, l2norm=op in workloads.L2NORM, packed=packed)
         for kernel, args in calls:
             found.setdefault((kernel.name, str(workloads.describe(args))), (kernel, args, kernel.config(*args)))
     return list(found.values())
@@ -49,9 +50,10 @@ def main(device: str, *cases: str) -> int:
     offline_compile.pretend(device)
     tried = failed = 0
     for case in cases:
-        dtype, _, width = case.partition("/")
-        for kernel, args, config in shipped() if case == "shipped" else selected(dtype, int(width)):
-            report = offline_compile.Job(workloads.flexible(kernel, config["indexing"]), args).compile(config)
+        dtype, *width = case.split("/")
+        calls = shipped() if case == "shipped" else selected(dtype, int(width[0]), "packed" in width)
+        for kernel, args, config in calls:
+            report = offline_compile.Job(workloads.flexible(kernel, args, config["indexing"]), args).compile(config)
             tried += 1
             if not report.ok:
                 failed += 1

@@ -20,6 +20,7 @@ _hub = tempfile.TemporaryDirectory(prefix="linear-attention-")
 os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={_hub.name}"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import numerics  # noqa: E402
 import provenance  # noqa: E402
 import stage  # noqa: E402
 import torch  # noqa: E402
@@ -40,6 +41,15 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def errors_in_the_report(record_property):
+    """Keep in the JUnit report how far within their bounds a test's results were: report.py makes a table of it."""
+    numerics.worst.clear()
+    yield
+    for name, ratio in numerics.worst.items():
+        record_property(f"error/bound {name}", f"{ratio:.3f}")
 
 
 @pytest.fixture(scope="session")

@@ -101,6 +101,13 @@ def test_offsets_wider_than_32_bits(aot, sizes, strides, wide):
     assert (aot._reach((x, None, 64)) >= 2**31) == wide
 
 
+def test_states_of_short_sequences(aot):
+    """Thousands of them have more chunks than their tokens fill."""
+    x = torch.empty(1, 65536, 32, 128, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(4096, 5, dtype=torch.int32, device="meta")
+    assert aot._reach((x, None, 64)) < 2**31 <= aot._reach((x, table, 64))
+
+
 def test_launches_run_on_the_tensors_device(aot, monkeypatch):
     entered = []
 

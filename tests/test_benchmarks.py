@@ -328,6 +328,19 @@ def test_readme_block(results, tmp_path, capsys):
     assert "none.json" in capsys.readouterr().err
 
 
+def test_errors_of_the_gpu_tests(results, tmp_path):
+    path, tests = tmp_path / "results.json", tmp_path / "gpu-tests.xml"
+    path.write_text(json.dumps(results))
+    cases = [[("gla o", 0.5), ("gla dg", 0.25)], [("gla o", 0.75)], [("kda o", 0.125)], []]
+    tests.write_text("<testsuites><testsuite>" + "".join(
+        "<testcase><properties><property name='kernels' value='3'/>" + "".join(
+            f"<property name='error/bound {name}' value='{value}'/>" for name, value in case
+        ) + "</properties></testcase>" for case in cases) + "</testsuite></testsuites>")
+    lines = report.render(results, None, tests).splitlines()
+    assert "| gla | 2 | 0.75 |" + " – |" * 4 + " 0.25 |" + " – |" * 4 in lines
+    assert "| kda | 1 | 0.12 |" + " – |" * 9 in lines
+
+
 def test_plot(results, tmp_path):
     pytest.importorskip("matplotlib")
     paths = [tmp_path / name for name in ("a.png", "b.png")]

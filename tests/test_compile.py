@@ -17,6 +17,8 @@ HERE = pathlib.Path(__file__).resolve().parent
     ("h200", "bf16/64"),  # K as long as a chunk: Helion tells sizes apart by their value
     ("h200", "f32/32"),
     ("h200", "f32/16"),
+    ("h200", "bf16/128/packed"),
+    ("h200", "f32/64/packed"),
     ("b200", "shipped"),
     ("a10", "bf16/256"),  # 99 KB of shared memory
     ("a10", "f32/256"),

@@ -23,7 +23,7 @@ def meta(spec):
     match = re.fullmatch(r"(\w+)\[([\d,]*)\](?:@([\d,]+))?", spec) if isinstance(spec, str) else None
     if match is None:
         return spec
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[match[1]]
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "i32": torch.int32}[match[1]]
     shape = [int(n) for n in match[2].split(",")]
     return torch.empty(shape, dtype=dtype, device="meta")
 

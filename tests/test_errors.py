@@ -11,7 +11,24 @@ import torch
 from cases import DELTA, GATED, OPERATORS, Case, make
 
 B, T, H, K, V = 2, 5, 2, 16, 24
+GROUPED = ("gated_delta_rule", "kda")
+V_FIRST = ("simple_gla", "gla", *GROUPED)
 CHUNK_SIZED = ("retention", "simple_gla", *DELTA)
+SHARED = ["scale", "initial_state", "output_final_state"]
+L2NORM, LENGTHS = ["use_qk_l2norm_in_kernel"], ["cu_seqlens", "cu_seqlens_cpu"]
+SIGMOID = ["use_beta_sigmoid_in_kernel", "allow_neg_eigval"]
+SIGNATURES = {op: ["q", "k", "v", *names] for op, names in {
+    "linear_attn": [*SHARED, "normalize", "cu_seqlens"],
+    "retention": [*SHARED, "cu_seqlens", "chunk_size"],
+    "simple_gla": ["g", "g_gamma", *SHARED, "state_v_first", *LENGTHS, "chunk_size"],
+    "gla": ["g", *SHARED, "state_v_first", *LENGTHS],
+    "delta_rule": ["beta", *SHARED, *L2NORM, *LENGTHS, "chunk_size"],
+    "gated_delta_rule": ["g", "beta", *SHARED, *L2NORM, *SIGMOID, "state_v_first", *LENGTHS, "chunk_indices",
+                         "cp_context", "chunk_size", "use_gate_in_kernel", "A_log", "dt_bias"],
+    "kda": ["g", "beta", *SHARED, *L2NORM, "use_gate_in_kernel", *SIGMOID, "safe_gate", "lower_bound",
+            "disable_recompute", "return_intermediate_states", "state_v_first", *LENGTHS, "cp_context", "use_graph",
+            "max_num_seqs", "chunk_size", "A_log", "dt_bias"],
+}.items()}
 
 
 @pytest.fixture
@@ -65,8 +82,9 @@ def test_shapes_of_q_k_v(call, op):
         call(op, v=tensor(B, 4, H, V))
     with refused(ValueError, "v", f"B = {B}", [1, T, H, V]):
         call(op, v=tensor(1, T, H, V))
-    with refused(ValueError, "v", f"H = {H}", [B, T, 2 * H, V]):
-        call(op, v=tensor(B, T, 2 * H, V))
+    for heads in (0, 2 * H + 1, *(() if op in GROUPED else (2 * H,))):
+        with refused(ValueError, "v", f"H = {H}", [B, T, heads, V]):
+            call(op, v=tensor(B, T, heads, V))
     with refused(ValueError, "v", "at least 1", [B, T, H, 0]):
         call(op, v=tensor(B, T, H, 0))
 
@@ -76,13 +94,6 @@ def test_shapes_of_q_k_v(call, op):
 def test_key_dimension(call, op, K):
     with refused(ValueError, "q", "1..256", [B, T, H, K]):
         call(op, q=tensor(B, T, H, K), k=tensor(B, T, H, K))
-
-
-@EVERY
-@pytest.mark.parametrize("size", [(0, T, H), (B, 0, H), (B, T, 0)])
-def test_empty(call, op, size):
-    with refused(NotImplementedError, "q", "at least 1", [*size, K]):
-        call(op, q=tensor(*size, K), k=tensor(*size, K), v=tensor(*size, V))
 
 
 @EVERY
@@ -198,29 +209,164 @@ def test_chunk_size(call, op):
         call(op, chunk_size=64.0)
 
 
-def test_normalize(package):
-    inputs, _, _ = make(Case("linear_attn", T=T))
-    for extra in ({}, {"normalize": True}):
-        with refused(NotImplementedError, "normalize", "normalize=False"):
-            package.chunk_linear_attn(**inputs, **extra)
+def test_pair_of_states(call):
+    state, keys = tensor(B, H, K, V), tensor(B, 1, H, K)
+    with refused(ValueError, "initial_state", "pair", 3):
+        call("linear_attn", normalize=True, initial_state=(state, keys, keys))
+    with refused(ValueError, "initial_state", [B, 1, H, K], [B, H, K, V]):
+        call("linear_attn", normalize=True, initial_state=(state, state))
+    with refused(TypeError, "initial_state", "tensor", "tuple"):
+        call("linear_attn", normalize=False, initial_state=(state, keys))
 
 
-LENGTHS = torch.tensor([0, T])
+@pytest.mark.parametrize("op, name", [
+    (op, name) for name, operators in {
+        "output_final_state": OPERATORS, "use_qk_l2norm_in_kernel": DELTA, "state_v_first": V_FIRST,
+        "use_gate_in_kernel": GROUPED, "use_beta_sigmoid_in_kernel": GROUPED, "allow_neg_eigval": GROUPED,
+        "normalize": ("linear_attn",), "safe_gate": ("kda",), "use_graph": ("kda",),
+    }.items() for op in operators])
+def test_flags(call, op, name):
+    for wrong, kind in ((None, "NoneType"), (1, "int"), ("yes", "str"), (torch.ones(()), "tensor")):
+        with refused(TypeError, name, "True or False", kind):
+            call(op, **{name: wrong})
+
+
+def row(op):
+    """Good arguments of a call with all sequences in one row."""
+    inputs, _, _ = make(Case(op, T=T, H=H, K=K, V=V, lengths=(2, 3)))
+    return inputs
+
+
+@EVERY
+def test_cu_seqlens(call, op):
+    good = row(op)
+    for wrong, what in ((tensor(3), "int32"), ([0, 2, 5], "int32")):
+        with refused(TypeError, "cu_seqlens", what):
+            call(op, **{**good, "cu_seqlens": wrong})
+    for wrong in (tensor(1, dtype=torch.int32), tensor(3, 1, dtype=torch.int32)):
+        with refused(ValueError, "cu_seqlens", "N", list(wrong.shape)):
+            call(op, **{**good, "cu_seqlens": wrong})
+    with refused(ValueError, "cu_seqlens", "cpu", "meta"):
+        call(op, **{**good, "cu_seqlens": tensor(3, dtype=torch.int32, device="meta")})
+    with refused(ValueError, "q", "B = 1", "cu_seqlens", [B, T, H, K]):
+        call(op, cu_seqlens=torch.tensor([0, T]))
+    with refused(ValueError, "initial_state", [2, H, K, V], [3, H, K, V]):
+        call(op, **{**good, "initial_state": tensor(3, H, K, V)})
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gla", *DELTA])
+def test_cu_seqlens_cpu(call, op):
+    good = row(op)
+    with refused(ValueError, "cu_seqlens", "cu_seqlens_cpu", "None"):
+        call(op, cu_seqlens_cpu=torch.tensor([0, T]))
+    with refused(TypeError, "cu_seqlens_cpu", "int32", "list"):
+        call(op, **good, cu_seqlens_cpu=[0, 2, 5])
+    with refused(ValueError, "cu_seqlens_cpu", [3], [2]):
+        call(op, **good, cu_seqlens_cpu=torch.tensor([0, 5]))
+    for wrong in ([1, 2, 5], [0, 5, 2], [0, 2, T + 1]):
+        with refused(ValueError, "cu_seqlens_cpu", f"T = {T}", wrong):
+            call(op, **good, cu_seqlens_cpu=torch.tensor(wrong))
+
+
+@pytest.mark.parametrize("op", V_FIRST)
+def test_state_v_first(call, op):
+    with refused(ValueError, "initial_state", [B, H, V, K], [B, H, K, V]):
+        call(op, state_v_first=True, initial_state=tensor(B, H, K, V))
+
+
+@pytest.mark.parametrize("op", GROUPED)
+def test_gate_parameters(call, op):
+    width = H * K if op == "kda" else H
+    good = {"use_gate_in_kernel": True, "A_log": tensor(H), "dt_bias": tensor(width)}
+    for name in ("A_log", "dt_bias"):
+        with refused(ValueError, name, "use_gate_in_kernel"):
+            call(op, **{name: good[name]})
+        with refused(ValueError, name, [good[name].numel()], [width + 1]):
+            call(op, **{**good, name: tensor(width + 1)})
+        with refused(TypeError, name, "float32", torch.int64):
+            call(op, **{**good, name: torch.zeros(good[name].numel(), dtype=torch.int64)})
+        with refused(ValueError, name, "cpu", "meta"):
+            call(op, **{**good, name: tensor(good[name].numel(), device="meta")})
+    with refused(ValueError, "A_log", "tensor", "None"):
+        call(op, **{**good, "A_log": None})
+    with refused(ValueError, "allow_neg_eigval", "use_beta_sigmoid_in_kernel"):
+        call(op, allow_neg_eigval=True)
+
+
+def test_lower_bound(call):
+    for wrong in (0, 1.0, float("-inf"), float("nan")):
+        with refused(ValueError, "lower_bound", "below 0", wrong):
+            call("kda", lower_bound=wrong)
+    with refused(TypeError, "lower_bound", "number", "str"):
+        call("kda", lower_bound="-5")
+    with refused(ValueError, "lower_bound", "safe_gate", "None"):
+        call("kda", safe_gate=True, use_gate_in_kernel=True, A_log=tensor(H))
+
+
+IGNORED = ("chunk_indices", "max_num_seqs")  # hints, which any value may be
+
+
+def base(op, name):
+    """Good arguments of a call that has a good one for `name` too, if it is a tensor."""
+    preamble = "gate+rate+bias" if name in ("A_log", "dt_bias") else ""
+    gate = "both" if name == "g_gamma" else "model"
+    lengths = (2, 3) if name.startswith("cu_seqlens") else ()
+    inputs, _, _ = make(Case(op, B=B, T=T, H=H, K=K, V=V, preamble=preamble, gate=gate, lengths=lengths))
+    if name == "cu_seqlens_cpu":
+        inputs[name] = inputs["cu_seqlens"].clone()
+    return inputs
+
+
+def wrong_tensors(op, name, x):
+    """x of other ranks, sizes, dtypes, layouts and devices, and no tensors."""
+    yield from (x[None], x.flatten()[0], x.tolist(), "text", 0.5, object(), x.to("meta"), x.bool(), x.cfloat())
+    if name.startswith("cu_seqlens"):  # another N is what the state has wrong
+        yield from (x.float(), x.short(), x[:1], x[:0])
+        return
+    yield from (x.double(), x.int(), x.to_sparse())
+    if x.dim() > 1:
+        yield x.flatten()
+    for dim in range(x.dim()):
+        if not (name == "v" and dim == 3 or name == "q" and dim == 2 and op in GROUPED):  # any V, and HV of v, is right
+            shape = list(x.shape)
+            shape[dim] += 1
+            yield x.new_zeros(shape)
+
+
+def wrong_values(op, name):
+    """No good value of an argument that is no tensor."""
+    yield from ("text", object(), [1], torch.ones(3), float("nan"))
+    if name == "scale":
+        yield from (float("inf"), True, 1j)
+    elif name == "chunk_size":
+        yield from (0, -64, 7, 64.0, True)
+    elif name == "lower_bound":
+        yield from (0, 0.0, 1, float("-inf"), True)
+    else:
+        yield from (2, -1)
+
+
+@pytest.mark.parametrize(
+    "op, name", [(op, name) for op in OPERATORS for name in SIGNATURES[op] if name not in IGNORED])
+def test_every_argument_in_turn_wrong(call, op, name):
+    """Each time an error that names it, no launch, and the other arguments as they were."""
+    good = base(op, name)
+    tensors = {key: x for key, x in good.items() if isinstance(x, torch.Tensor)}
+    values = list(wrong_tensors(op, name, good[name]) if name in tensors else wrong_values(op, name))
+    if name in ("q", "k", "v", "beta") or name == "g" and op != "simple_gla":
+        values.append(None)
+    before = {key: x.clone() for key, x in tensors.items()}
+    for wrong in values:
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=rf"\b{name}\b"):
+            pytest.fail(f"{call(op, **good | {name: wrong})} for {name} = {wrong!r}")
+    for key, x in before.items():
+        assert torch.equal(x.nan_to_num(7), tensors[key].nan_to_num(7)), key
+
+
 NOT_YET = {
-    "cu_seqlens": (OPERATORS, LENGTHS),
-    "cu_seqlens_cpu": (("simple_gla", "gla", *DELTA), LENGTHS),
-    "state_v_first": (("simple_gla", "gla", "gated_delta_rule", "kda"), True),
-    "use_beta_sigmoid_in_kernel": (("gated_delta_rule", "kda"), True),
-    "allow_neg_eigval": (("gated_delta_rule", "kda"), True),
-    "use_gate_in_kernel": (("gated_delta_rule", "kda"), True),
-    "A_log": (("gated_delta_rule", "kda"), torch.zeros(H)),
-    "dt_bias": (("gated_delta_rule", "kda"), torch.zeros(H)),
-    "chunk_indices": (("gated_delta_rule",), LENGTHS),
-    "cp_context": (("gated_delta_rule", "kda"), object()),
+    "cp_context": (GROUPED, object()),
     "disable_recompute": (("kda",), True),
     "return_intermediate_states": (("kda",), True),
-    "use_graph": (("kda",), True),
-    "max_num_seqs": (("kda",), 4),
 }
 
 
@@ -240,20 +386,4 @@ def test_a_promise_of_safe_gates_changes_nothing(package):
 
 @EVERY
 def test_signature_is_that_of_flash_linear_attention(package, op):
-    names = list(inspect.signature(getattr(package, f"chunk_{op}")).parameters)
-    common = ["scale", "initial_state", "output_final_state"]
-    l2norm, lengths = ["use_qk_l2norm_in_kernel"], ["cu_seqlens", "cu_seqlens_cpu"]
-    sigmoid = ["use_beta_sigmoid_in_kernel", "allow_neg_eigval"]
-    expected = {
-        "linear_attn": [*common, "normalize", "cu_seqlens"],
-        "retention": [*common, "cu_seqlens", "chunk_size"],
-        "simple_gla": ["g", "g_gamma", *common, "state_v_first", *lengths, "chunk_size"],
-        "gla": ["g", *common, "state_v_first", *lengths],
-        "delta_rule": ["beta", *common, *l2norm, *lengths, "chunk_size"],
-        "gated_delta_rule": ["g", "beta", *common, *l2norm, *sigmoid, "state_v_first", *lengths, "chunk_indices",
-                             "cp_context", "chunk_size", "use_gate_in_kernel", "A_log", "dt_bias"],
-        "kda": ["g", "beta", *common, *l2norm, "use_gate_in_kernel", *sigmoid, "safe_gate", "lower_bound",
-                "disable_recompute", "return_intermediate_states", "state_v_first", *lengths, "cp_context", "use_graph",
-                "max_num_seqs", "chunk_size", "A_log", "dt_bias"],
-    }[op]
-    assert names[:3] == ["q", "k", "v"] and names[3:] == expected
+    assert list(inspect.signature(getattr(package, f"chunk_{op}")).parameters) == SIGNATURES[op]

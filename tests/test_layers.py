@@ -151,12 +151,19 @@ def test_returns_no_state_unless_asked(model, name):
     assert state is None
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("keyword", ["cu_seqlens", "cu_seq_lens_q"])
-def test_packing_is_refused_and_not_ignored(model, name, keyword):
-    model = kernelized(model, name, Mode.TRAINING, "cpu")
-    packing = {**CLUTTER, keyword: torch.tensor([0, 10, 40], dtype=torch.int32)}
-    with pytest.raises(NotImplementedError, match="cu_seqlens"):
-        model(inputs("cpu")[:1], **packing)
+def test_packed_sequences_are_separate(model, name, keyword, device):
+    model = kernelized(model, name, Mode.TRAINING, device)
+    x = inputs(device)[:1]
+    ends = [0, 10, 10, 33, 40]
+    packing = {**CLUTTER, keyword: torch.tensor(ends, dtype=torch.int32, device=device)}
+    o, states = model(x, output_final_state=True, **packing)
+    assert states.shape == (4, H, K, V)
+    for n, (begin, end) in enumerate(zip(ends, ends[1:])):
+        if begin < end:
+            alone, state = model(x[:, begin:end], output_final_state=True, **CLUTTER)
+            assert torch.equal(o[:, begin:end], alone) and torch.equal(states[n:n + 1], state)
 
 
 def test_torch_compile_keeps_the_model_function(model, name):

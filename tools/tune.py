@@ -194,7 +194,7 @@ def compiled(kernel: object, args: tuple, candidate: dict[str, object]) -> objec
     if "source" in candidate:
         return load(candidate["source"], kernel.name)
     config = candidate["config"]
-    return workloads.flexible(kernel, config["indexing"]).bind(args).compile_config(config, allow_print=False)
+    return workloads.flexible(kernel, args, config["indexing"]).bind(args).compile_config(config, allow_print=False)
 
 
 # ---- without a GPU
@@ -216,7 +216,7 @@ def screen(options: argparse.Namespace) -> None:
                     render_configs.form_of(group["args"])[1] == form for group in groups):
                 continue
             start = time.perf_counter()
-            jobs = {indexing: offline_compile.Job(workloads.flexible(kernel, indexing), args)
+            jobs = {indexing: offline_compile.Job(workloads.flexible(kernel, args, indexing), args)
                     for indexing in ("pointer", "tensor_descriptor")}
             good, tried = _screened(jobs, [x["config"] for x in candidates(kernel, args, {})], options.jobs)
             safe = {"config": workloads.safe_config(kernel, args)}

@@ -28,11 +28,13 @@ def shapes(names: list[str] | None = None) -> dict[str, dict[str, int]]:
 
 def inputs(
     operator: str, B: int, T: int, H: int, K: int, V: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu",
-    state: bool = False, l2norm: bool = False,
+    state: bool = False, l2norm: bool = False, packed: bool = False,
 ) -> dict[str, object]:
     """Keyword arguments of an operator; tensors ask for gradients.
 
     k of unit length, g = logsigmoid of normal numbers in fp32 (not below -5 for a gate a channel), beta a sigmoid.
+    packed: sequences of T/3 and 2T/3 tokens in each of B rows, one after the other in one row; and for the operators
+    that take them two value heads a head, with raw g and beta.
     """
     q, k = torch.randn(2, B, T, H, K, device=device).unbind()
     tensors = {
@@ -48,7 +50,19 @@ def inputs(
         tensors["beta"] = torch.randn(B, T, H, device=device).sigmoid().to(dtype)
     if state:
         tensors["initial_state"] = torch.randn(B, H, K, V, device=device)
-    options = {"use_qk_l2norm_in_kernel": True} if l2norm else {}
+    options: dict[str, object] = {"use_qk_l2norm_in_kernel": True} if l2norm else {}
+    if packed:
+        ends = [n * T + part for n in range(B) for part in (0, T // 3)] + [B * T]
+        options["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
+        tensors = {name: x.flatten(0, 1)[None] if name != "initial_state" else torch.cat([x, x]) for name, x in
+                   tensors.items()}
+        if operator in ("gated_delta_rule", "kda"):
+            options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+            for name in ("v", "g", "beta", "initial_state"):
+                if name in tensors:
+                    tensors[name] = tensors[name].repeat_interleave(2, 1 if name == "initial_state" else 2)
+            tensors["A_log"] = torch.zeros(2 * H, device=device)
+            tensors["dt_bias"] = torch.zeros(2 * H * (K if operator == "kda" else 1), device=device)
     if operator == "linear_attn":
         options["normalize"] = False
     return {**{name: x.detach().requires_grad_() for name, x in tensors.items()}, **options}
@@ -84,22 +98,23 @@ def replaced(call: Callable) -> Iterator[None]:
         Kernel.__call__ = plain
 
 
-_flexible: dict[tuple[str, str], object] = {}
+_flexible: dict[tuple[str, str, str], object] = {}
 
 
-def flexible(kernel: object, indexing: str = "pointer") -> object:
-    """A Helion kernel for trying configs with that indexing: bound to arguments, its `compile_config` takes any.
+def flexible(kernel: object, args: tuple, indexing: str = "pointer") -> object:
+    """The Helion kernel bound to arguments, for trying configs with that indexing: its `compile_config` takes any.
 
     Told that all configs use pointers, Helion leaves out the guards of tensor descriptors, which bind anew for other
     sizes of B and H.
     """
     import helion
 
-    key = kernel.name, indexing
+    settings = kernel.settings_for(args)
+    key = kernel.name, indexing, str(settings)
     if key not in _flexible:
         rows = render_configs.safe_rows(kernel.name)
         pointers = {"configs": [row["config"] for row in rows]} if indexing == "pointer" else {}
-        _flexible[key] = helion.kernel(kernel.fn, disable_autotuner_heuristics=True, **pointers, **kernel.settings)
+        _flexible[key] = helion.kernel(kernel.fn, disable_autotuner_heuristics=True, **pointers, **settings)
     return _flexible[key]
 
 
@@ -133,7 +148,7 @@ def recorded_offline(operator: str, sizes: dict[str, int], **options: object) ->
         with torch.no_grad():
             args = tree_map_only(torch.Tensor, fake("cuda"), args)
             calls.append((kernel, args))
-            host = flexible(kernel).bind(args).compile_config(safe_config(kernel, args), allow_print=False)
+            host = flexible(kernel, args).bind(args).compile_config(safe_config(kernel, args), allow_print=False)
             return tree_map_only(torch.Tensor, fake("cpu"), host(*args))
 
     with offline_compile.not_launching(), replaced(call):
@@ -149,7 +164,7 @@ def safe_config(kernel: object, args: tuple) -> dict[str, object]:
 
 def describe(args: tuple) -> list[object]:
     """Arguments in JSON, as `offline_compile.fake` reads them: "bf16[2,64]", "f32[4,64]@64,1" (strides), 0.5, None."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in (DTYPES | {"i32": torch.int32, "i64": torch.int64}).items()}
 
     def text(x: object) -> object:
         if not isinstance(x, torch.Tensor):

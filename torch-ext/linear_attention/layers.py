@@ -5,8 +5,7 @@ Each class carries the name of the function that it replaces and takes its argum
 
 Model code passes its whole keyword bundle down, most of which means nothing here (`cu_seq_lens_k`, `max_length_q`,
 `seq_idx`, `use_cache`, the Trainer's `num_items_in_batch`, ...). Only the packing of sequences changes the result, so
-that alone is passed on, under both names in use, `cu_seqlens` and `cu_seq_lens_q`; the operators do not support it yet
-and raise.
+that alone is passed on, under both names in use, `cu_seqlens` and `cu_seq_lens_q`.
 """
 from __future__ import annotations
 
@@ -26,9 +25,10 @@ def _cu_seqlens(kwargs: dict[str, object]) -> torch.Tensor | None:
 class chunk_gated_delta_rule(nn.Module):
     """Gated delta rule, one decay a head and token.
 
-    query, key [B,T,H,K], value [B,T,H,V] in bf16, fp16 or fp32, with any strides; g [B,T,H] natural-log decay (<= 0);
-    beta [B,T,H] after the sigmoid; initial_state [B,H,K,V]. `chunk_size` is a hint. Returns the output [B,T,H,V] in the
-    query's dtype and the final state, fp32 [B,H,K,V], or None unless `output_final_state`.
+    query, key [B,T,H,K], value [B,T,HV,V] in bf16, fp16 or fp32, with any strides, HV a multiple of H; g [B,T,HV]
+    natural-log decay (<= 0); beta [B,T,HV] after the sigmoid; initial_state [N,HV,K,V], with N = B, or the number of
+    sequences in the one row of a packed batch. `chunk_size` is a hint. Returns the output [B,T,HV,V] in the query's
+    dtype and the final state, fp32 [N,HV,K,V], or None unless `output_final_state`.
     """
 
     has_backward = True
@@ -62,7 +62,7 @@ class chunk_gated_delta_rule(nn.Module):
 
 
 class chunk_kimi_delta_attention(nn.Module):
-    """Kimi delta attention: the gated delta rule with one decay a key channel, g [B,T,H,K].
+    """Kimi delta attention: the gated delta rule with one decay a key channel, g [B,T,HV,K].
 
     Otherwise as `chunk_gated_delta_rule`.
     """

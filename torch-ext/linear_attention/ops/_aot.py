@@ -63,7 +63,8 @@ def _reach(args: tuple) -> int:
     """The largest element offset in an argument, or in an output as large as these kernels make them.
 
     An output has the arguments' rows with at most 64 columns, or a K x V state for every sequence, head and chunk.  A
-    chunk's length is the least of the integer arguments of at least 16 and of the widths that it can be.
+    chunk's length is the least of the integer arguments of at least 16 and of the widths that it can be; a table of
+    sequences adds a chunk for each row.
     """
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     inputs = max(sum((n - 1) * s for n, s in zip(x.shape, x.stride())) for x in tensors)
@@ -72,7 +73,8 @@ def _reach(args: tuple) -> int:
     C = min([n for n in args if type(n) is int and n >= 16] + [n for n in widths if n in (16, 32, 64)], default=16)
     width = max(widths, default=0)
     rows = max((x.numel() // x.shape[3] for x in tokens), default=0)
-    states = max((x.shape[0] * -(-x.shape[1] // C) * x.shape[2] for x in tokens), default=0)
+    more = max((x.shape[0] for x in tensors if x.dtype == torch.int32), default=0)
+    states = max((x.shape[2] * (x.shape[0] * -(-x.shape[1] // C) + more) for x in tokens), default=0)
     return max(inputs, rows * max(64, width), states * width**2)
 
 
@@ -103,13 +105,15 @@ def _on_device(device: torch.device, run: Callable, *args: object) -> object:
 class Kernel:
     """A Helion kernel: interpreted for CPU tensors, compiled with a shipped config for CUDA tensors.
 
-    Arguments are positional, all of them; tensors live on one device.
+    Arguments are positional, all of them; tensors live on one device.  `fp32_precision` is the dot_precision where the
+    first tensor is fp32, if that of `settings` is not enough.
     """
 
-    def __init__(self, fn: Callable, **settings: object) -> None:
+    def __init__(self, fn: Callable, fp32_precision: str | None = None, **settings: object) -> None:
         self.fn = fn
         self.name = fn.__name__
         self.settings = {"static_shapes": False, **settings}
+        self.fp32_settings = self.settings | ({"dot_precision": fp32_precision} if fp32_precision else {})
         self._fixed: dict[object, object] = {}
         self._runs: dict[tuple, Callable] = {}
         functools.update_wrapper(self, fn)
@@ -136,7 +140,8 @@ class Kernel:
                 key += (type(x), x)
         if device.type == "cpu":
             _start_interpreter()
-            return self._interpreted(*args)
+            with torch.autocast("cpu", enabled=False):  # the interpreter's products are PyTorch's
+                return self._interpreted(*args)
         if os.environ.get("HELION_AOT_MODE", "evaluate").lower() != "evaluate":
             return self.helion(*args)
         if len(set(pointers)) < len(pointers):  # one tensor given twice is one to the compiler
@@ -163,15 +168,21 @@ class Kernel:
         wide = _reach(args) > _INT32_MAX
         # Helion 1.4 may compile sizes and strides of 0 and 1 in without keying on them: one object for each pattern
         pattern = [tuple(min(n, 2) for n in (*x.shape, *x.stride())) for x in args if isinstance(x, torch.Tensor)]
-        key = wide, tuple(pattern), repr(sorted(config.items()))
+        settings = self.settings_for(args)
+        key = wide, tuple(pattern), settings.get("dot_precision"), repr(sorted(config.items()))
         if key not in self._fixed:
             # told its config, Helion drops guards that other configs need (on B and H, say) and the search's heuristics
             fixed = {"config": config, "disable_autotuner_heuristics": True}
             if wide:
                 fixed["index_dtype"] = torch.int64
-            self._fixed[key] = helion.kernel(self.fn, **fixed, **self.settings)
+            self._fixed[key] = helion.kernel(self.fn, **fixed, **settings)
         device = next(x.device for x in args if isinstance(x, torch.Tensor))
         return assembled_right(self._fixed[key].bind(args).compile_config(config), device)
+
+    def settings_for(self, args: tuple) -> dict[str, object]:
+        """The Helion settings of a call."""
+        first = next(x for x in args if isinstance(x, torch.Tensor))
+        return self.fp32_settings if first.dtype == torch.float32 else self.settings
 
     def config(self, *args: object) -> dict[str, object]:
         """The config that a call with these CUDA tensors runs with."""
@@ -180,5 +191,5 @@ class Kernel:
 
 
 def kernel(**settings: object) -> Callable[[Callable], Kernel]:
-    """Decorator: Helion settings of the kernel, such as `dot_precision`."""
+    """Decorator: Helion settings of the kernel, such as `dot_precision`, and what else Kernel takes."""
     return lambda fn: Kernel(fn, **settings)

@@ -1,9 +1,8 @@
 """Argument checks of the public functions, made before any launch.
 
 Every message names the argument, what was expected and what came.  TypeError: not a tensor, or a dtype that no kernel
-takes.  ValueError: shape, device or value.  NotImplementedError: an option or an empty
-input, legal in flash-linear-attention, not built here yet.
-Nothing here reads a tensor's data, so nothing waits for the GPU.
+takes.  ValueError: shape, device or value.  NotImplementedError: an option, legal in flash-linear-attention, not built
+here yet.  Nothing here reads the data of a tensor that may be on a GPU, so nothing waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_K = 256
 def _described(x: object) -> str:
     if isinstance(x, torch.Tensor):
         return f"a {x.dtype} tensor of shape {list(x.shape)} on {x.device}"
-    text = repr(x)
+    text = " ".join(repr(x).split())
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(x).__name__})"
 
 
@@ -43,12 +42,13 @@ def _check_like(x: object, name: str, layout: str, shape: Sequence[int], like: t
         raise ValueError(f"{name}: expected a tensor on {like_name}'s device {like.device}, got {_described(x)}")
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool = False) -> None:
     """q, k [B, T, H, K] and v [B, T, H, V]: one dtype, one device, K in 1..256, V >= 1.
 
-    B, T or H of 0 raises NotImplementedError.
+    grouped: v may be [B, T, HV, V] with HV a multiple of H.
     """
-    for x, name, layout in ((q, "q", "[B, T, H, K]"), (k, "k", "[B, T, H, K]"), (v, "v", "[B, T, H, V]")):
+    v_layout = "[B, T, HV, V]" if grouped else "[B, T, H, V]"
+    for x, name, layout in ((q, "q", "[B, T, H, K]"), (k, "k", "[B, T, H, K]"), (v, "v", v_layout)):
         _check_tensor(x, name, layout)
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions {layout}, got {_described(x)}")
@@ -62,35 +62,120 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if k.shape != q.shape:
         raise ValueError(f"k: expected q's shape [B, T, H, K] = {[B, T, H, K]}, got {_described(k)}")
     if tuple(v.shape[:2]) != (B, T):
-        raise ValueError(f"v: expected [B, T, H, V] with B = {B} and T = {T} as in q, got {_described(v)}")
-    if v.size(2) != H:
-        raise ValueError(
-            f"v: expected H = {H} heads as in q (grouped heads, HV != H, are not supported yet), got {_described(v)}"
-        )
+        raise ValueError(f"v: expected {v_layout} with B = {B} and T = {T} as in q, got {_described(v)}")
+    HV = v.size(2)
+    if HV != H and not grouped:
+        raise ValueError(f"v: expected H = {H} heads as in q, got {_described(v)}")
+    if HV != H and (H == 0 or HV == 0 or HV % H):
+        raise ValueError(f"v: expected HV heads, a multiple of q's H = {H}, got {_described(v)}")
     if not 1 <= K <= MAX_K:
         raise ValueError(f"q: expected K, its last dimension, in 1..{MAX_K}, got {_described(q)}")
     if v.size(3) < 1:
         raise ValueError(f"v: expected V, its last dimension, of at least 1, got {_described(v)}")
-    if 0 in (B, T, H):
-        raise NotImplementedError(f"q: expected B, T and H of at least 1 (empty input is not supported yet), "
-                                  f"got {_described(q)}")
 
 
-def check_gate(g: torch.Tensor, shape: Sequence[int], q: torch.Tensor, name: str = "g") -> None:
+def check_sequences(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None, q: torch.Tensor) -> int:
+    """The number of sequences N: B, or for cu_seqlens int32 or int64 [N+1] on q's device, which takes B = 1, its N.
+
+    cu_seqlens_cpu: None, or the same on the CPU, whose values are checked: from 0, not falling, at most T.
+    """
+    B, T = q.shape[:2]
+    for x, name in ((cu_seqlens, "cu_seqlens"), (cu_seqlens_cpu, "cu_seqlens_cpu")):
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: expected an int32 or int64 tensor [N+1], got {_described(x)}")
+        if x.dim() != 1 or x.numel() < 2:
+            raise ValueError(f"{name}: expected [N+1] with N of at least 1, got {_described(x)}")
+    if cu_seqlens is None:
+        if cu_seqlens_cpu is not None:
+            raise ValueError("cu_seqlens: expected a tensor beside cu_seqlens_cpu, got None")
+        return B
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens: expected a tensor on q's device {q.device}, got {_described(cu_seqlens)}")
+    if B != 1:
+        raise ValueError(f"q: expected B = 1, all sequences in one row, beside cu_seqlens, got {_described(q)}")
+    if cu_seqlens_cpu is not None:
+        if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.shape != cu_seqlens.shape:
+            raise ValueError(f"cu_seqlens_cpu: expected cu_seqlens, {list(cu_seqlens.shape)}, on the CPU, "
+                             f"got {_described(cu_seqlens_cpu)}")
+        values = cu_seqlens_cpu.tolist()
+        if values[0] != 0 or values[-1] > T or any(a > b for a, b in zip(values, values[1:])):
+            raise ValueError(f"cu_seqlens_cpu: expected values from 0, not falling, up to T = {T} at most, got "
+                             f"{values if len(values) < 20 else _described(cu_seqlens_cpu)}")
+    return cu_seqlens.numel() - 1
+
+
+def check_gate(g: torch.Tensor, shape: Sequence[int], q: torch.Tensor, name: str = "g", layout: str = "") -> None:
     """A log decay of the given shape ([B, T, H], [B, T, H, K] or [H]) on q's device, in any of the three dtypes."""
-    layout = {1: "[H]", 3: "[B, T, H]", 4: "[B, T, H, K]"}[len(shape)]
-    _check_like(g, name, layout, shape, q, "q")
+    _check_like(g, name, layout or {1: "[H]", 3: "[B, T, H]", 4: "[B, T, H, K]"}[len(shape)], shape, q, "q")
 
 
-def check_beta(beta: torch.Tensor, v: torch.Tensor) -> None:
-    """beta [B, T, H] on v's device, in any of the three dtypes."""
-    _check_like(beta, "beta", "[B, T, H]", v.shape[:3], v, "v")
+def check_gate_parameters(
+    use_gate_in_kernel: bool, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, v: torch.Tensor,
+    channels: int = 1, A_optional: bool = False,
+) -> None:
+    """A_log [HV] and dt_bias [HV], or [HV * K] for K channels, or None: only of a gate made in the kernel."""
+    HV = v.size(2)
+    if not use_gate_in_kernel:
+        for x, name in ((A_log, "A_log"), (dt_bias, "dt_bias")):
+            if x is not None:
+                raise ValueError(f"{name}: expected None without use_gate_in_kernel, got {_described(x)}")
+        return
+    if A_log is not None:
+        _check_like(A_log, "A_log", "[HV]", (HV,), v, "v")
+    elif not A_optional:
+        raise ValueError("A_log: expected a tensor [HV] with use_gate_in_kernel, got None")
+    if dt_bias is not None:
+        _check_like(dt_bias, "dt_bias", "[HV]" if channels == 1 else "[HV * K]", (HV * channels,), v, "v")
 
 
-def check_state(initial_state: torch.Tensor | None, shape: Sequence[int], q: torch.Tensor) -> None:
-    """initial_state: None, or [B, H, K, V] = shape on q's device, in any of the three dtypes."""
+def check_lower_bound(lower_bound: float | None, safe_gate: bool, use_gate_in_kernel: bool) -> None:
+    """lower_bound: None, or a finite number below 0."""
+    if lower_bound is not None:
+        if not isinstance(lower_bound, Real) or isinstance(lower_bound, bool):
+            raise TypeError(f"lower_bound: expected None or a number, got {_described(lower_bound)}")
+        if not (math.isfinite(lower_bound) and lower_bound < 0):
+            raise ValueError(f"lower_bound: expected a finite number below 0, got {_described(lower_bound)}")
+    elif safe_gate and use_gate_in_kernel:
+        raise ValueError("lower_bound: expected a number with safe_gate and use_gate_in_kernel, got None")
+
+
+def check_beta(beta: torch.Tensor, v: torch.Tensor, in_kernel: bool = False, doubled: bool = False) -> None:
+    """beta [B, T, HV] on v's device, in any of the three dtypes; doubled only if its sigmoid is taken in the kernel."""
+    _check_like(beta, "beta", "[B, T, HV]", v.shape[:3], v, "v")
+    if doubled and not in_kernel:
+        raise ValueError("allow_neg_eigval: expected False without use_beta_sigmoid_in_kernel, got True")
+
+
+def check_state(
+    initial_state: torch.Tensor | None, N: int, q: torch.Tensor, v: torch.Tensor, v_first: bool = False
+) -> None:
+    """initial_state: None, or [N, HV, K, V], v_first [N, HV, V, K], on q's device, in any of the three dtypes."""
     if initial_state is not None:
-        _check_like(initial_state, "initial_state", "[B, H, K, V]", shape, q, "q")
+        HV, V, K = v.size(2), v.size(3), q.size(3)
+        layout = "[N, HV, V, K]" if v_first else "[N, HV, K, V]"
+        _check_like(initial_state, "initial_state", layout, (N, HV, V, K) if v_first else (N, HV, K, V), q, "q")
+
+
+def check_pair(initial_state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A state and a sum of keys."""
+    if len(initial_state) != 2:
+        raise ValueError(f"initial_state: expected a pair (state, sum of keys), got {len(initial_state)} values")
+    return tuple(initial_state)
+
+
+def check_key_sum(keys: torch.Tensor | None, N: int, q: torch.Tensor) -> None:
+    """The second one of a pair initial_state: None, or [N, 1, H, K] on q's device, in any of the three dtypes."""
+    if keys is not None:
+        _check_like(keys, "initial_state[1]", "[N, 1, H, K]", (N, 1, q.size(2), q.size(3)), q, "q")
+
+
+def check_flags(**flags: bool) -> None:
+    """Each one True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {_described(value)}")
 
 
 def check_scale(scale: float | None) -> None:

@@ -5,44 +5,126 @@ import helion.language as hl
 import torch
 
 from ._aot import kernel
+from ._sequences import chunk, chunk_count
 from ._tile import log2_gate
 
 
+def last_row(b_x, C):
+    """The last row of a [C, D] tile: [D]."""
+    return torch.sum(torch.where((hl.arange(C) == C - 1)[:, None], b_x, 0.0), 0)
+
+
 @kernel()
-def gate_cumsum_kernel(g: torch.Tensor, C: hl.constexpr) -> tuple[torch.Tensor, torch.Tensor]:
+def gate_cumsum_kernel(
+    g: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr
+) -> tuple[torch.Tensor, torch.Tensor]:
     """gc, the log2 gate summed from the begin of each chunk of C tokens to a token, and gl, the sum over a chunk.
 
-    g [B,T,H], natural logarithm, any strides -> gc fp32 [B,T,H], gl fp32 [B,NT,H].
+    g [B,T,H], natural logarithm, any strides, chunks: `_sequences.py` -> gc fp32 [B,T,H], gl fp32 [B,NT,H].
     One program a chunk and a tile of heads.  The kernels with matrix products load these sums: a scan in a walk takes a
     dozen barriers a chunk.
     """
     B, T, H = g.size()
+    NT = chunk_count(chunks, C, T)
     gc = torch.empty([B, T, H], dtype=torch.float32, device=g.device)
-    gl = torch.empty([B, (T + C - 1) // C, H], dtype=torch.float32, device=g.device)
+    gl = torch.empty([B, NT, H], dtype=torch.float32, device=g.device)
     BH = hl.register_block_size(1, 64)
-    for tile_b, tile_t, tile_h in hl.tile([B, T, H], block_size=[1, C, BH]):
-        b_g = log2_gate(g[tile_b.begin, tile_t, tile_h])
-        gc[tile_b.begin, tile_t, tile_h] = torch.cumsum(b_g, 0)
-        gl[tile_b.begin, tile_t.begin // C, tile_h] = torch.sum(b_g, 0)
+    for tile_b, tile_c, tile_h in hl.tile([B, NT, H], block_size=[1, 1, BH]):
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        i_t = hl.arange(C) + begin
+        b_g = log2_gate(hl.load(g, [tile_b.begin, i_t, tile_h], extra_mask=(i_t < end)[:, None]))
+        b_gc = torch.cumsum(b_g, 0)
+        hl.store(gc, [tile_b.begin, i_t, tile_h], b_gc, extra_mask=(i_t < fill)[:, None])
+        # the last of these sums, not one in another order: gl - gc is exactly 0 there, however strong the gates
+        gl[tile_b.begin, tile_c.begin, tile_h] = last_row(b_gc, C)
+    return gc, gl
+
+
+def natural_gate(b_x, b_rate, lower_bound):
+    """The natural-log gate of x, which is g + dt_bias, fp32 [C, BK]; the rate is exp(A_log) of the head."""
+    if lower_bound is None:
+        return -b_rate * (torch.clamp(b_x, min=0.0) + torch.log1p(torch.exp(-torch.abs(b_x))))
+    return lower_bound * torch.sigmoid(b_rate * b_x)
+
+
+def gate_slopes(b_x, b_rate, lower_bound):
+    """What natural_gate gains for each unit of x, and for each of A_log."""
+    if lower_bound is None:
+        return -b_rate * torch.sigmoid(b_x), natural_gate(b_x, b_rate, None)
+    b_s = torch.sigmoid(b_rate * b_x)
+    b_slope = lower_bound * b_s * (1.0 - b_s) * b_rate
+    return b_slope, b_slope * b_x
+
+
+@kernel()
+def channel_gate_cumsum_kernel(
+    g: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, chunks: torch.Tensor | None,
+    lower_bound: float | None, C: hl.constexpr, activate: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_cumsum_kernel for a gate a channel: g [B,T,H,K] -> gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K].
+
+    With activate g is natural_gate(g + dt_bias, A_log, lower_bound); A_log [H], dt_bias [H,K].
+    """
+    B, T, H, K = g.size()
+    K = hl.specialize(K)
+    NT = chunk_count(chunks, C, T)
+    gc = torch.empty([B, T, H, K], dtype=torch.float32, device=g.device)
+    gl = torch.empty([B, NT, H, K], dtype=torch.float32, device=g.device)
+    BK = hl.register_block_size(16, K)
+    for tile_bh, tile_c, tile_k in hl.tile([B * H, NT, K], block_size=[1, 1, BK]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        i_t = hl.arange(C) + begin
+        live = (i_t < end)[:, None]
+        b_g = hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=live).to(torch.float32)
+        if activate:
+            if dt_bias is not None:
+                b_g = b_g + dt_bias[i_h, tile_k].to(torch.float32)[None, :]
+            if A_log is None:
+                b_g = natural_gate(b_g, 1.0, lower_bound)
+            else:
+                b_g = natural_gate(b_g, torch.exp(A_log[i_h].to(torch.float32)), lower_bound)
+            b_g = torch.where(live, b_g, 0.0)
+        b_gc = torch.cumsum(log2_gate(b_g), 0)
+        hl.store(gc, [i_b, i_t, i_h, tile_k], b_gc, extra_mask=(i_t < fill)[:, None])
+        gl[i_b, tile_c.begin, i_h, tile_k] = last_row(b_gc, C)
     return gc, gl
 
 
 @kernel()
-def channel_gate_cumsum_kernel(g: torch.Tensor, C: hl.constexpr) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_cumsum_kernel for a gate a channel: g [B,T,H,K] -> gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K]."""
+def channel_gate_bwd_kernel(
+    g: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, dgate: torch.Tensor,
+    lower_bound: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Back through natural_gate: dg, and the gradients of dt_bias and A_log in parts, of 64 tokens and a channel each.
+
+    g [B,T,H,K], A_log [H], dt_bias [H,K], dgate fp32 [B,T,H,K] -> dg as g, two fp32 [B,NP,H,K].
+    Where dgate is 0 so is what comes of it, whatever g.  One program a head, 64 tokens and a K tile.
+    """
     B, T, H, K = g.size()
     K = hl.specialize(K)
-    NT = (T + C - 1) // C
-    gc = torch.empty([B, T, H, K], dtype=torch.float32, device=g.device)
-    gl = torch.empty([B, NT, H, K], dtype=torch.float32, device=g.device)
+    NP = (T + 63) // 64
+    dg = torch.empty([B, T, H, K], dtype=g.dtype, device=g.device)
+    dbias = torch.empty([B, NP, H, K], dtype=torch.float32, device=g.device)
+    dA = torch.empty([B, NP, H, K], dtype=torch.float32, device=g.device)
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_t, tile_k in hl.tile([B * H, T, K], block_size=[1, C, BK]):
+    for tile_bh, tile_p, tile_k in hl.tile([B * H, NP, K], block_size=[1, 1, BK]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        b_g = log2_gate(g[i_b, tile_t, i_h, tile_k])
-        b_gc = torch.cumsum(b_g, 0)
-        gc[i_b, tile_t, i_h, tile_k] = b_gc
-        # the last row of gc, not a sum in another order: gl - gc is exactly 0 there, however strong the gates
-        last = (tile_t.index == tile_t.end - 1)[:, None]
-        gl[i_b, tile_t.begin // C, i_h, tile_k] = torch.sum(torch.where(last, b_gc, 0.0), 0)
-    return gc, gl
+        i_t = tile_p.begin * 64 + hl.arange(64)
+        rows = (i_t < T)[:, None]
+        b_x = hl.load(g, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
+        if dt_bias is not None:
+            b_x = b_x + dt_bias[i_h, tile_k].to(torch.float32)[None, :]
+        b_dgate = hl.load(dgate, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+        if A_log is None:
+            b_dx, b_dA = gate_slopes(b_x, 1.0, lower_bound)
+        else:
+            b_dx, b_dA = gate_slopes(b_x, torch.exp(A_log[i_h].to(torch.float32)), lower_bound)
+        b_dx = torch.where(b_dgate == 0.0, 0.0, b_dgate * b_dx)
+        b_dA = torch.where(b_dgate == 0.0, 0.0, b_dgate * b_dA)
+        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dx.to(dg.dtype), extra_mask=rows)
+        dbias[i_b, tile_p.begin, i_h, tile_k] = torch.sum(b_dx, 0)
+        dA[i_b, tile_p.begin, i_h, tile_k] = torch.sum(b_dA, 0)
+    return dg, dbias, dA

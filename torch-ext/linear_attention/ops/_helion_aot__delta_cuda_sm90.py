@@ -21,28 +21,28 @@ DELTA_FWD_O_KERNEL = {
     ],
     "safe": {256: 6, 1024: 7},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (2, 128), (2, 128), (2, 64), None, None, None): {
+        ((2, 128), (2, 128), (2, 128), (2, 128), (2, 64), None, None, None, None): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 5,
             (1, 8192, 96): 0,
             (2, 16384, 16): 4,
         },
-        ((2, 256), (2, 256), (2, 256), (2, 256), (2, 64), (4, 256), None, None): {
+        ((2, 256), (2, 256), (2, 256), (2, 256), (2, 64), (4, 256), None, None, None): {
             (8, 2048, 32): 1,
         },
-        ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), None, None, None): {
+        ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), None, None, None, None): {
             (8, 1024, 8): 2,
         },
-        ((2, 128), (2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None): {
+        ((2, 128), (2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None, None): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 3,
             (2, 16384, 16): 4,
             (1, 8192, 96): 0,
         },
-        ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None): {
+        ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None, None): {
             (8, 1024, 8): 4,
         },
-        ((2, 256), (2, 256), (2, 256), (2, 256), (2, 64), None, None, None): {
+        ((2, 256), (2, 256), (2, 256), (2, 256), (2, 64), None, None, None, None): {
             (8, 2048, 32): 1,
         },
     },
@@ -60,28 +60,28 @@ DELTA_FWD_STATE_KERNEL = {
     ],
     "safe": {256: 5, 1024: 6},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (2, 128), None, None, 64): {
+        ((2, 128), (2, 128), (2, 128), None, None, None, 64): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 0,
             (1, 8192, 96): 0,
             (2, 16384, 16): 2,
         },
-        ((2, 256), (2, 256), (2, 256), (4, 256), None, 64): {
+        ((2, 256), (2, 256), (2, 256), (4, 256), None, None, 64): {
             (8, 2048, 32): 1,
         },
-        ((2, 64), (2, 64), (2, 64), None, None, 64): {
+        ((2, 64), (2, 64), (2, 64), None, None, None, 64): {
             (8, 1024, 8): 2,
         },
-        ((2, 128), (2, 128), (2, 128), (4, 128), None, 64): {
+        ((2, 128), (2, 128), (2, 128), (4, 128), None, None, 64): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 3,
             (2, 16384, 16): 2,
             (1, 8192, 96): 2,
         },
-        ((2, 64), (2, 64), (2, 64), (4, 64), None, 64): {
+        ((2, 64), (2, 64), (2, 64), (4, 64), None, None, 64): {
             (8, 1024, 8): 4,
         },
-        ((2, 256), (2, 256), (2, 256), None, None, 64): {
+        ((2, 256), (2, 256), (2, 256), None, None, None, 64): {
             (8, 2048, 32): 1,
         },
     },
@@ -100,28 +100,28 @@ DELTA_BWD_STATE_KERNEL = {
     ],
     "safe": {256: 6, 1024: 7},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (2, 128), (2, 64), (2, 128), None, None, None): {
+        ((2, 128), (2, 128), (2, 128), (2, 64), (2, 128), None, None, None, None): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 5,
             (1, 8192, 96): 0,
             (2, 16384, 16): 2,
         },
-        ((2, 256), (2, 256), (2, 256), (2, 64), (2, 256), (4, 256), None, None): {
+        ((2, 256), (2, 256), (2, 256), (2, 64), (2, 256), (4, 256), None, None, None): {
             (8, 2048, 32): 1,
         },
-        ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), None, None, None): {
+        ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), None, None, None, None): {
             (8, 1024, 8): 2,
         },
-        ((2, 128), (2, 128), (2, 128), (2, 64), (2, 128), (4, 128), None, None): {
+        ((2, 128), (2, 128), (2, 128), (2, 64), (2, 128), (4, 128), None, None, None): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 3,
             (2, 16384, 16): 2,
             (1, 8192, 96): 0,
         },
-        ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None): {
+        ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None, None): {
             (8, 1024, 8): 4,
         },
-        ((2, 256), (2, 256), (2, 256), (2, 64), (2, 256), None, None, None): {
+        ((2, 256), (2, 256), (2, 256), (2, 64), (2, 256), None, None, None, None): {
             (8, 2048, 32): 1,
         },
     },
@@ -131,11 +131,11 @@ DELTA_BWD_STATE_KERNEL = {
 def _pick(kernel, args):
     """The number of the config for a call: its tuned shape, else the nearest legal one, else the safe default.
 
-    A call is its size (sizes 0 to 2 of the first tensor: batch, tokens, heads) and its form (for each argument the item
-    size and the widths of a tensor, an integer, or None).  A tuned form is legal for a call if nothing of the call's is
-    wider or larger: then what fitted in shared memory still does.
+    A call is its size (sizes 0 to 2 of the first tensor: batch, tokens, heads; 1 where it has fewer) and its form (for
+    each argument the item size and the widths of a tensor, an integer, or None).  A tuned form is legal for a call if
+    nothing of the call's is wider or larger: then what fitted in shared memory still does.
     """
-    size = args[0].shape[:3]
+    size = (*args[0].shape, 1, 1)[:3]
     form = [(x.element_size(), *x.shape[3:]) if isinstance(x, torch.Tensor) else x if isinstance(x, int) else None
             for x in args]
     best = None
@@ -154,15 +154,18 @@ def _pick(kernel, args):
 
 
 def _distance(form, tuned):
-    """How far a call's form is from a tuned one: (widths, other differences), or None where the config may not fit."""
+    """How far a call's form is from a tuned one: (widths, other differences), or None where the config may not fit.
+
+    An integer of at least 16 is a chunk's length and sizes tiles; smaller ones do not, and a vector's items do not.
+    """
     width = other = 0
     for x, y in zip(form, tuned):
         if isinstance(x, tuple) and isinstance(y, tuple):
-            if x[0] > y[0] or any(_round_up(a) > _round_up(b) for a, b in zip(x[1:], y[1:])):
+            if len(x) > 1 and x[0] > y[0] or any(_round_up(a) > _round_up(b) for a, b in zip(x[1:], y[1:])):
                 return None
             width += sum(math.log2(_round_up(b) / _round_up(a)) for a, b in zip(x[1:], y[1:]))
             other += x[0] != y[0]
-        elif isinstance(x, int) and isinstance(y, int) and x > y:
+        elif isinstance(x, int) and isinstance(y, int) and x > y >= 16:
             return None
         else:
             other += x != y

@@ -1,4 +1,4 @@
-"""Configs of the kernels of _gates.py for sm90 (measured on NVIDIA H200).
+"""Configs of the kernels of _gates.py for sm90 (derived, not measured; measured on NVIDIA H200).
 
 Rendered by tools/render_configs.py from configs/: edit those, not this file.
 """
@@ -17,7 +17,7 @@ GATE_CUMSUM_KERNEL = {
     ],
     "safe": {256: 0, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((4,), 64): {
+        ((4,), None, 64): {
             (8, 1024, 8): 0,
             (8, 2048, 32): 1,
             (4, 4096, 64): 2,
@@ -37,17 +37,31 @@ CHANNEL_GATE_CUMSUM_KERNEL = {
     ],
     "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((4, 128), 64): {
+        ((4, 128), None, None, None, None, 64, False): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 1,
             (2, 16384, 16): 0,
             (1, 8192, 96): 1,
         },
-        ((4, 256), 64): {
+        ((4, 256), None, None, None, None, 64, False): {
             (8, 2048, 32): 1,
         },
-        ((4, 64), 64): {
+        ((4, 64), None, None, None, None, 64, False): {
             (8, 1024, 8): 2,
+        },
+    },
+}
+
+CHANNEL_GATE_BWD_KERNEL = {
+    "configs": [
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
+    "tuned": {
+        ((4, 128), (4,), (4,), (4, 128), None): {
+            (4, 4096, 64): 0,
         },
     },
 }
@@ -56,11 +70,11 @@ CHANNEL_GATE_CUMSUM_KERNEL = {
 def _pick(kernel, args):
     """The number of the config for a call: its tuned shape, else the nearest legal one, else the safe default.
 
-    A call is its size (sizes 0 to 2 of the first tensor: batch, tokens, heads) and its form (for each argument the item
-    size and the widths of a tensor, an integer, or None).  A tuned form is legal for a call if nothing of the call's is
-    wider or larger: then what fitted in shared memory still does.
+    A call is its size (sizes 0 to 2 of the first tensor: batch, tokens, heads; 1 where it has fewer) and its form (for
+    each argument the item size and the widths of a tensor, an integer, or None).  A tuned form is legal for a call if
+    nothing of the call's is wider or larger: then what fitted in shared memory still does.
     """
-    size = args[0].shape[:3]
+    size = (*args[0].shape, 1, 1)[:3]
     form = [(x.element_size(), *x.shape[3:]) if isinstance(x, torch.Tensor) else x if isinstance(x, int) else None
             for x in args]
     best = None
@@ -79,15 +93,18 @@ def _pick(kernel, args):
 
 
 def _distance(form, tuned):
-    """How far a call's form is from a tuned one: (widths, other differences), or None where the config may not fit."""
+    """How far a call's form is from a tuned one: (widths, other differences), or None where the config may not fit.
+
+    An integer of at least 16 is a chunk's length and sizes tiles; smaller ones do not, and a vector's items do not.
+    """
     width = other = 0
     for x, y in zip(form, tuned):
         if isinstance(x, tuple) and isinstance(y, tuple):
-            if x[0] > y[0] or any(_round_up(a) > _round_up(b) for a, b in zip(x[1:], y[1:])):
+            if len(x) > 1 and x[0] > y[0] or any(_round_up(a) > _round_up(b) for a, b in zip(x[1:], y[1:])):
                 return None
             width += sum(math.log2(_round_up(b) / _round_up(a)) for a, b in zip(x[1:], y[1:]))
             other += x[0] != y[0]
-        elif isinstance(x, int) and isinstance(y, int) and x > y:
+        elif isinstance(x, int) and isinstance(y, int) and x > y >= 16:
             return None
         else:
             other += x != y
@@ -113,3 +130,11 @@ def key_channel_gate_cumsum_kernel(*args):
 
 def autotune_channel_gate_cumsum_kernel(*args):
     return dict(CHANNEL_GATE_CUMSUM_KERNEL["configs"][_pick(CHANNEL_GATE_CUMSUM_KERNEL, args)])
+
+
+def key_channel_gate_bwd_kernel(*args):
+    return _pick(CHANNEL_GATE_BWD_KERNEL, args)
+
+
+def autotune_channel_gate_bwd_kernel(*args):
+    return dict(CHANNEL_GATE_BWD_KERNEL["configs"][_pick(CHANNEL_GATE_BWD_KERNEL, args)])

@@ -1,9 +1,11 @@
-"""What the public functions do to shapes before and after the kernels, whose K and V are in 16..256."""
+"""What the public functions do before and after the kernels, whose T is at least 1 and K and V in 16..256."""
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+
+from ._sequences import sequence_tables
 
 MIN_DIM = 16
 MAX_V = 256
@@ -25,23 +27,60 @@ def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 def over_values(
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, C: int, state_v_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, final_state) of an operator for any K <= 256 and any V, from calls that need both in 16..256.
+    """(o, final_state) of an operator for any T, any K <= 256 and any V, from calls with T >= 1, K and V in 16..256.
 
-    `run(q, k, v, initial_state)` gets q, k [B, T, H, K], v [B, T, H, V] and the state [B, H, K, V], each with last
-    stride 1 and zero-padded to 16 where narrower (a gate a channel is for the caller to pad).  No column of v meets
-    another one in any of the operators, so that a wide V goes in even slices.  Differentiable.
+    `run(q, k, v, initial_state, tables)` gets q, k [B, T, H, K], v [B, T, HV, V] and the state [N, HV, K, V], each with
+    last stride 1 and zero-padded to 16 where narrower (a gate a channel is for the caller to pad), and where sequences
+    and their chunks of C tokens lie.  No column of v meets another one in any of the operators, so that a wide V goes
+    in even slices.  Differentiable.
     """
-    K, V = q.size(-1), v.size(-1)
-    q, k = (last_contiguous(pad_to_16(x)) for x in (q, k))
-    slices = -(-V // MAX_V)
-    width = V if slices == 1 else -(-V // (slices * MIN_DIM)) * MIN_DIM
-    results = []
-    for begin in range(0, V, width):
-        part = v[..., begin:begin + width]
-        state = initial_state if initial_state is None else pad_to_16(initial_state[..., begin:begin + width])
-        state = state if state is None else last_contiguous(pad_to_16(state, -2))
-        o, final_state = run(q, k, last_contiguous(pad_to_16(part)), state)
-        # contiguous, for callers that view o: what was padded is not, once the padding is off
-        results.append((o[..., :part.size(-1)].contiguous(), final_state[..., :K, :part.size(-1)].contiguous()))
-    return results[0] if len(results) == 1 else tuple(torch.cat(parts, -1) for parts in zip(*results))
+    (B, T, HV, V), K = v.shape, q.size(-1)
+    if initial_state is not None and state_v_first:
+        initial_state = initial_state.mT
+    if 0 in (B, T, HV):
+        N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+        final_state = v.new_zeros(N, HV, K, V, dtype=torch.float32) if initial_state is None else initial_state.float()
+        results = [(v.clone(), final_state.clone())]
+    else:
+        tables = sequence_tables(cu_seqlens, T, C)
+        q, k = (last_contiguous(pad_to_16(x)) for x in (q, k))
+        slices = -(-V // MAX_V)
+        width = V if slices == 1 else -(-V // (slices * MIN_DIM)) * MIN_DIM
+        results = []
+        for begin in range(0, V, width):
+            part = v[..., begin:begin + width]
+            state = initial_state if initial_state is None else pad_to_16(initial_state[..., begin:begin + width])
+            state = state if state is None else last_contiguous(pad_to_16(state, -2))
+            o, final_state = run(q, k, last_contiguous(pad_to_16(part)), state, tables)
+            # contiguous, for callers that view o: what was padded is not, once the padding is off
+            results.append((o[..., :part.size(-1)].contiguous(), final_state[..., :K, :part.size(-1)].contiguous()))
+    o, final_state = results[0] if len(results) == 1 else (torch.cat(parts, -1) for parts in zip(*results))
+    return o, final_state.mT.contiguous() if state_v_first else final_state
+
+
+def within(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """x [B, T, H], with zeros for what follows the last sequence; differentiable."""
+    if cu_seqlens is None:
+        return x
+    return x.masked_fill((torch.arange(x.size(1), device=x.device) >= cu_seqlens[-1])[:, None], 0.0)
+
+
+def activated_beta(beta: torch.Tensor, doubled: bool, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """sigmoid(beta) [B, T, H] in fp32, or twice that; differentiable."""
+    beta = within(beta, cu_seqlens).float().sigmoid()
+    return 2 * beta if doubled else beta
+
+
+def activated_gate(
+    g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+) -> torch.Tensor:
+    """-exp(A_log) softplus(g + dt_bias) in fp32: g [B, T, H], A_log, dt_bias [H]; differentiable."""
+    g = within(g, cu_seqlens).float()
+    return -A_log.float().exp() * torch.nn.functional.softplus(g if dt_bias is None else g + dt_bias.float())
+
+
+def sum_of_group(dx: torch.Tensor, group: int) -> torch.Tensor:
+    """Gradients dx [B, T, HV, K] of each value head, summed over the value heads that share a head: [B, T, H, K]."""
+    return dx if group == 1 else dx.unflatten(2, (-1, group)).sum(3)

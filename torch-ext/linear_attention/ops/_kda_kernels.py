@@ -33,190 +33,199 @@ from ._channel_gate import (
     reach,
     upper_half,
 )
+from ._sequences import chunk, chunk_count, row_values
 from ._tile import unit_lower_inverse
 
 
 @kernel(dot_precision="tf32x3")
 def kda_scores_kernel(
-    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, C: hl.constexpr
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor,
+    chunks: torch.Tensor | None, C: hl.constexpr, G: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j;
     qg = 2^gc q;  kb = 2^gc k;  kg = 2^(gl - gc) k.  A and L without what the far kernel adds (`_channel_gate.py`).
 
-    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], beta [B,T,H] -> A [B,T,H,C], zero above the diagonal, and qg,
-    kb, kg [B,T,H,K] in q's dtype, L fp32 [B,T,H,C], zero on and above the diagonal.
-    One program a head and chunk.
+    q, k [B,T,H,K], gc fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], beta [B,T,HV] -> A [B,T,HV,C], zero above the diagonal,
+    and qg, kb, kg [B,T,HV,K] in q's dtype, L fp32 [B,T,HV,C], zero on and above the diagonal.
+    One program a value head and chunk.
     """
-    B, T, H, K = q.size()
+    B, T, HV, K = gc.size()
     K = hl.specialize(K)
-    NT = (T + C - 1) // C
+    NT = chunk_count(chunks, C, T)
     levels = C.bit_length() - 1
-    A = torch.empty([B, T, H, C], dtype=q.dtype, device=q.device)
-    L = torch.empty([B, T, H, C], dtype=torch.float32, device=q.device)
-    qg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    kb = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    kg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    A = torch.empty([B, T, HV, C], dtype=q.dtype, device=q.device)
+    L = torch.empty([B, T, HV, C], dtype=torch.float32, device=q.device)
+    qg = torch.empty([B, T, HV, K], dtype=q.dtype, device=q.device)
+    kb = torch.empty([B, T, HV, K], dtype=q.dtype, device=q.device)
+    kg = torch.empty([B, T, HV, K], dtype=q.dtype, device=q.device)
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
+    for tile_bh, tile_c in hl.tile([B * HV, NT], block_size=[1, 1]):
+        i_b = tile_bh.begin // HV
+        i_h = tile_bh.begin % HV
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
         idx = hl.arange(C)
-        begin = tile_c.begin * C
-        i_t = begin + idx
-        rows = (i_t < T)[:, None]
+        i_t = idx + begin
+        live = (i_t < end)[:, None]
+        written = (i_t < fill)[:, None]
         b_A = hl.zeros([C, C], dtype=torch.float32)
         b_L = hl.zeros([C, C], dtype=torch.float32)
         for tile_k in hl.tile(K, block_size=BK):
-            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+            b_q = hl.load(q, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
+            b_k = hl.load(k, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
+            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h, tile_k])
             b_from = torch.exp2(b_gc)
-            hl.store(qg, [i_b, i_t, i_h, tile_k], (b_q.to(torch.float32) * b_from).to(qg.dtype), extra_mask=rows)
-            hl.store(kb, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_from).to(kb.dtype), extra_mask=rows)
+            hl.store(qg, [i_b, i_t, i_h, tile_k], (b_q.to(torch.float32) * b_from).to(qg.dtype), extra_mask=written)
+            hl.store(kb, [i_b, i_t, i_h, tile_k], (b_k.to(torch.float32) * b_from).to(kb.dtype), extra_mask=written)
             b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
             b_kg = b_k.to(torch.float32) * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
-            hl.store(kg, [i_b, i_t, i_h, tile_k], b_kg.to(kg.dtype), extra_mask=rows)
+            hl.store(kg, [i_b, i_t, i_h, tile_k], b_kg.to(kg.dtype), extra_mask=written)
             b_A = b_A + block_scores(b_q, b_k, b_gc, levels, C)
             b_L = b_L + block_scores(b_k, b_k, b_gc, levels, C)
         b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
-        hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
-        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)
+        hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=written)
+        b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
         b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
-        hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=rows)
+        hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=written)
     return A, L, qg, kb, kg
 
 
 @kernel(dot_precision="tf32x3")
 def kda_far_scores_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, A: torch.Tensor,
-    L: torch.Tensor, C: hl.constexpr,
+    L: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr, G: hl.constexpr,
 ) -> None:
     """Adds to A and L of kda_scores_kernel the rows and channels of q and k that are not near.  Most chunks have none.
 
-    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], beta [B,T,H], A [B,T,H,C], L fp32 [B,T,H,C].
-    One program a head and 8 chunks.
+    q, k [B,T,H,K], gc fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], beta [B,T,HV], A [B,T,HV,C], L fp32 [B,T,HV,C].
+    One program a value head and 8 chunks.
     """
-    B, T, H, K = q.size()
+    B, T, HV, K = gc.size()
     K = hl.specialize(K)
-    NT = (T + C - 1) // C
+    NT = chunk_count(chunks, C, T)
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_n in hl.tile([B * H, NT], block_size=[1, FAR_CHUNKS]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
+    for tile_bh, tile_n in hl.tile([B * HV, NT], block_size=[1, FAR_CHUNKS]):
+        i_b = tile_bh.begin // HV
+        i_h = tile_bh.begin % HV
         for i_c in hl.grid(tile_n.begin, tile_n.end):
             if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
-                begin = i_c * C
-                i_t = begin + hl.arange(C)
-                rows = (i_t < T)[:, None]
+                begin, end, fill = chunk(chunks, i_c, C, T)
+                i_t = hl.arange(C) + begin
+                live = (i_t < end)[:, None]
+                written = (i_t < fill)[:, None]
                 b_A = hl.zeros([C, C], dtype=torch.float32)
                 b_L = hl.zeros([C, C], dtype=torch.float32)
                 for tile_k in hl.tile(K, block_size=BK):
-                    b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
-                    b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
+                    b_k = hl.load(k, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
+                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h, tile_k])
+                    b_x = not_within(hl.load(q, [i_b, i_t, i_h // G, tile_k], extra_mask=live), b_gc, q.dtype)
                     b_y = not_within(b_k, b_gc, q.dtype)
-                    i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                    i_e = torch.clamp(half_begin(BLOCK_LEVEL, C) + begin, max=fill) - 1
                     b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
                     b_A = b_A + block_scores(b_x, b_k, b_c, BLOCK_LEVEL, C)
                     b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
                     b_L = b_L + block_scores(b_y, b_k, b_c, BLOCK_LEVEL, C)
                     for level in hl.grid(first_level(b_c, q.dtype), levels):
-                        i_e = torch.clamp(begin + border(level, C), max=T - 1)
+                        i_e = torch.clamp(border(level, C) + begin, max=fill - 1)
                         b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                         b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
                         b_L = level_scores(at_level(b_y, b_c, level, q.dtype), b_k, b_L, b_f, level, C)
                 idx = hl.arange(C)
                 b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
-                b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=rows).to(torch.float32)
-                hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
-                b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)
+                b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=live).to(torch.float32)
+                hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=written)
+                b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
                 b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
-                b_L = b_L + hl.load(L, [i_b, i_t, i_h, idx], extra_mask=rows)
-                hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=rows)
+                b_L = b_L + hl.load(L, [i_b, i_t, i_h, idx], extra_mask=live)
+                hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=written)
 
 
 @kernel(dot_precision="tf32x3")
 def kda_solve_kernel(
-    L: torch.Tensor, kb: torch.Tensor, v: torch.Tensor, beta: torch.Tensor
+    L: torch.Tensor, kb: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, chunks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """X = (I + L)^-1;  [w, u] = X beta [kb, v].
 
-    L fp32 [B,T,H,C], kb [B,T,H,K], v [B,T,H,V], beta [B,T,H] -> X [B,T,H,C], w [B,T,H,K], u [B,T,H,V], in v's dtype.
-    One program a head and chunk.
+    L fp32 [B,T,HV,C], kb [B,T,HV,K], v [B,T,HV,V], beta [B,T,HV] -> X [B,T,HV,C], w [B,T,HV,K], u [B,T,HV,V], in v's
+    dtype.
+    One program a value head and chunk.
     """
-    B, T, H, K = kb.size()
+    B, T, HV, K = kb.size()
     K, V, C = hl.specialize((K, v.size(3), L.size(3)))
-    NT = (T + C - 1) // C
-    X = torch.empty([B, T, H, C], dtype=v.dtype, device=v.device)
-    w = torch.empty([B, T, H, K], dtype=v.dtype, device=v.device)
-    u = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
+    NT = chunk_count(chunks, C, T)
+    X = torch.empty([B, T, HV, C], dtype=v.dtype, device=v.device)
+    w = torch.empty([B, T, HV, K], dtype=v.dtype, device=v.device)
+    u = torch.empty([B, T, HV, V], dtype=v.dtype, device=v.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
-        i_t = tile_c.begin * C + hl.arange(C)
-        rows = (i_t < T)[:, None]
+    for tile_bh, tile_c in hl.tile([B * HV, NT], block_size=[1, 1]):
+        i_b = tile_bh.begin // HV
+        i_h = tile_bh.begin % HV
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        i_t = hl.arange(C) + begin
+        live = (i_t < end)[:, None]
+        written = (i_t < fill)[:, None]
         # a product gives L the layout of the matrix unit: in a load's layout the substitution takes 4 times the
         # instructions
         b_0 = hl.zeros([C, C], dtype=torch.bfloat16)
-        b_L = hl.dot(b_0, b_0, acc=hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows))
+        b_L = hl.dot(b_0, b_0, acc=hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live))
         b_X = unit_lower_inverse(b_L, C)
-        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], b_X.to(X.dtype), extra_mask=rows)
-        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)
+        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], b_X.to(X.dtype), extra_mask=written)
+        b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
         b_X = (b_X * b_beta[None, :]).to(v.dtype)
         for tile_k in hl.tile(K, block_size=BK):
-            b_w = hl.dot(b_X, hl.load(kb, [i_b, i_t, i_h, tile_k], extra_mask=rows), out_dtype=torch.float32)
-            hl.store(w, [i_b, i_t, i_h, tile_k], b_w.to(w.dtype), extra_mask=rows)
+            b_w = hl.dot(b_X, hl.load(kb, [i_b, i_t, i_h, tile_k], extra_mask=live), out_dtype=torch.float32)
+            hl.store(w, [i_b, i_t, i_h, tile_k], b_w.to(w.dtype), extra_mask=written)
         for tile_v in hl.tile(V, block_size=BV):
-            b_u = hl.dot(b_X, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows), out_dtype=torch.float32)
-            hl.store(u, [i_b, i_t, i_h, tile_v], b_u.to(u.dtype), extra_mask=rows)
+            b_u = hl.dot(b_X, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live), out_dtype=torch.float32)
+            hl.store(u, [i_b, i_t, i_h, tile_v], b_u.to(u.dtype), extra_mask=written)
     return X, w, u
 
 
 @kernel(dot_precision="tf32x3")
 def kda_bwd_v_kernel(
     X: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, n: torch.Tensor, do: torch.Tensor, dn: torch.Tensor,
-    scale: float,
+    chunks: torch.Tensor | None, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """r = X^T dn;  dv = beta r;  dA = scale do n^T and dL = -r n^T for i >= j, mirrored above;
     dbeta = sum_V r v.
 
-    X [B,T,H,C], v, n, do, dn [B,T,H,V], beta [B,T,H] -> r, dv [B,T,H,V], dA, dL [B,T,H,C], in v's dtype, the V part of
-    dbeta fp32 [B,T,H].  One program a head and chunk.
+    X [B,T,HV,C], v, n, do, dn [B,T,HV,V], beta [B,T,HV] -> r, dv [B,T,HV,V], dA, dL [B,T,HV,C], in v's dtype, the V
+    part of dbeta fp32 [B,T,HV].  One program a value head and chunk.
     """
-    B, T, H, V = v.size()
+    B, T, HV, V = v.size()
     V, C = hl.specialize((V, X.size(3)))
-    NT = (T + C - 1) // C
-    r = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
-    dv = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
-    dA = torch.empty([B, T, H, C], dtype=v.dtype, device=v.device)
-    dL = torch.empty([B, T, H, C], dtype=v.dtype, device=v.device)
-    dbeta = torch.empty([B, T, H], dtype=torch.float32, device=v.device)
+    NT = chunk_count(chunks, C, T)
+    r = torch.empty([B, T, HV, V], dtype=v.dtype, device=v.device)
+    dv = torch.empty([B, T, HV, V], dtype=v.dtype, device=v.device)
+    dA = torch.empty([B, T, HV, C], dtype=v.dtype, device=v.device)
+    dL = torch.empty([B, T, HV, C], dtype=v.dtype, device=v.device)
+    dbeta = torch.empty([B, T, HV], dtype=torch.float32, device=v.device)
     BV = hl.register_block_size(16, V)
-    for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
-        i_t = tile_c.begin * C + hl.arange(C)
-        rows = (i_t < T)[:, None]
-        b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows).transpose(0, 1)
-        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
+    for tile_bh, tile_c in hl.tile([B * HV, NT], block_size=[1, 1]):
+        i_b = tile_bh.begin // HV
+        i_h = tile_bh.begin % HV
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        i_t = hl.arange(C) + begin
+        live = (i_t < end)[:, None]
+        written = (i_t < fill)[:, None]
+        b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live).transpose(0, 1)
+        b_beta = row_values(beta, i_b, i_t, i_h, end, fill)[:, None]
         b_dA = hl.zeros([C, C], dtype=torch.float32)
         b_dL = hl.zeros([C, C], dtype=torch.float32)
         b_dbeta = hl.zeros([C], dtype=torch.float32)
         for tile_v in hl.tile(V, block_size=BV):
-            b_n = hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=rows).transpose(0, 1)
-            b_dA = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_n, acc=b_dA)
-            b_r = hl.dot(b_X, hl.load(dn, [i_b, i_t, i_h, tile_v], extra_mask=rows), out_dtype=torch.float32)
-            hl.store(r, [i_b, i_t, i_h, tile_v], b_r.to(r.dtype), extra_mask=rows)
-            hl.store(dv, [i_b, i_t, i_h, tile_v], (b_r * b_beta).to(dv.dtype), extra_mask=rows)
-            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows).to(torch.float32)
+            b_n = hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
+            b_dA = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), b_n, acc=b_dA)
+            b_r = hl.dot(b_X, hl.load(dn, [i_b, i_t, i_h, tile_v], extra_mask=live), out_dtype=torch.float32)
+            hl.store(r, [i_b, i_t, i_h, tile_v], b_r.to(r.dtype), extra_mask=written)
+            hl.store(dv, [i_b, i_t, i_h, tile_v], (b_r * b_beta).to(dv.dtype), extra_mask=written)
+            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).to(torch.float32)
             b_dbeta = b_dbeta + torch.sum(b_r * b_v, 1)
             b_dL = hl.dot(b_r.to(v.dtype), b_n, acc=b_dL)
-        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], mirrored(b_dA * scale, C).to(dA.dtype), extra_mask=rows)
-        hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], mirrored(-b_dL, C).to(dL.dtype), extra_mask=rows)
-        hl.store(dbeta, [i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)
+        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], mirrored(b_dA * scale, C).to(dA.dtype), extra_mask=written)
+        hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], mirrored(-b_dL, C).to(dL.dtype), extra_mask=written)
+        hl.store(dbeta, [i_b, i_t, i_h], b_dbeta, extra_mask=i_t < fill)
     return r, dv, dA, dL, dbeta
 
 
@@ -224,7 +233,7 @@ def kda_bwd_v_kernel(
 def kda_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, do: torch.Tensor,
     n: torch.Tensor, r: torch.Tensor, dA: torch.Tensor, dL: torch.Tensor, S: torch.Tensor, D: torch.Tensor,
-    scale: float, C: hl.constexpr,
+    chunks: torch.Tensor | None, scale: float, C: hl.constexpr, G: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """With x = scale 2^gc do S^T, y = 2^(gl - gc) n D^T, z = -2^gc r S^T and e_ij = 2^(gc_i - gc_j):
 
@@ -235,32 +244,34 @@ def kda_bwd_qk_kernel(
          + sum_{i>=t} (q x + beta k z)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
     with every sum of dg in each channel.  The division by beta is only notation.
 
-    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], beta [B,T,H], do, n, r [B,T,H,V], dA, dL [B,T,H,C],
-    S, D [B,NT,H,K,V] -> dq, dk in q's dtype, dg fp32, the K part of dbeta, fp32 [NK,B,T,H], a K tile each.
-    One program a head, chunk and K tile.
+    q, k [B,T,H,K], gc fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], beta [B,T,HV], do, n, r [B,T,HV,V], dA, dL [B,T,HV,C],
+    S, D [B,NT,HV,K,V] -> dq, dk [B,T,HV,K], of a value head each, in q's dtype, dg fp32, the K part of dbeta, fp32
+    [NK,B,T,HV], a K tile each.  G = HV / H.
+    One program a value head, chunk and K tile.
     """
-    B, T, H, K = q.size()
+    B, T, HV, K = gc.size()
     K, V = hl.specialize((K, do.size(3)))
-    NT = (T + C - 1) // C
+    NT = chunk_count(chunks, C, T)
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    dk = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    dg = torch.empty([B, T, H, K], dtype=torch.float32, device=q.device)
-    dbeta = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=q.device)
-    for tile_bh, tile_c, tile_k in hl.tile([B * H, NT, K], block_size=[1, 1, BK]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
-        begin = tile_c.begin * C
-        i_t = begin + hl.arange(C)
-        rows = (i_t < T)[:, None]
-        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
-        b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
-        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-        b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+    dq = torch.empty([B, T, HV, K], dtype=q.dtype, device=q.device)
+    dk = torch.empty([B, T, HV, K], dtype=q.dtype, device=q.device)
+    dg = torch.empty([B, T, HV, K], dtype=torch.float32, device=q.device)
+    dbeta = torch.empty([(K + BK - 1) // BK, B, T, HV], dtype=torch.float32, device=q.device)
+    for tile_bh, tile_c, tile_k in hl.tile([B * HV, NT, K], block_size=[1, 1, BK]):
+        i_b = tile_bh.begin // HV
+        i_h = tile_bh.begin % HV
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        i_t = hl.arange(C) + begin
+        live = (i_t < end)[:, None]
+        written = (i_t < fill)[:, None]
+        b_q = hl.load(q, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
+        b_k = hl.load(k, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
+        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h, tile_k])
+        b_beta = row_values(beta, i_b, i_t, i_h, end, fill)[:, None]
+        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
+        b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
         b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
         b_x = hl.zeros([C, tile_k], dtype=torch.float32)
         b_y = hl.zeros([C, tile_k], dtype=torch.float32)
@@ -269,9 +280,9 @@ def kda_bwd_qk_kernel(
         for tile_v in hl.tile(V, block_size=BV):
             b_S = S[i_b, tile_c.begin, i_h, tile_k, tile_v]
             b_D = D[i_b, tile_c.begin, i_h, tile_k, tile_v]
-            b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_S.transpose(0, 1), acc=b_x)
-            b_y = hl.dot(hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_D.transpose(0, 1), acc=b_y)
-            b_z = hl.dot(hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_S.transpose(0, 1), acc=b_z)
+            b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), b_S.transpose(0, 1), acc=b_x)
+            b_y = hl.dot(hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=live), b_D.transpose(0, 1), acc=b_y)
+            b_z = hl.dot(hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=live), b_S.transpose(0, 1), acc=b_z)
             b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
         b_kb = b_k.to(torch.float32) * b_beta
         b_x = b_x * torch.exp2(b_gc) * scale
@@ -284,53 +295,55 @@ def kda_bwd_qk_kernel(
         b_dw = b_dw + b_z
         b_dg = block_gate_sums(b_p + b_q.to(torch.float32) * b_x + b_kb * b_z, levels, q.dtype, C)
         b_dg = b_dg + later_gate_sums(b_k.to(torch.float32) * b_y, q.dtype, C)
-        b_dg = b_dg + (b_SD * torch.exp2(b_gl))[None, :]
-        hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
-        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_dw * b_beta).to(dk.dtype), extra_mask=rows)
-        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
+        b_dg = torch.where(live, b_dg + (b_SD * torch.exp2(b_gl))[None, :], 0.0)
+        hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=written)
+        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_dw * b_beta).to(dk.dtype), extra_mask=written)
+        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=written)
         b_dbeta = torch.sum(b_k.to(torch.float32) * b_dw, 1)
-        hl.store(dbeta, [tile_k.begin // BK, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)
+        hl.store(dbeta, [tile_k.begin // BK, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < fill)
     return dq, dk, dg, dbeta
 
 
 @kernel(dot_precision="tf32x3")
 def kda_far_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, dA: torch.Tensor,
-    dL: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor, C: hl.constexpr,
+    dL: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor,
+    chunks: torch.Tensor | None, C: hl.constexpr, G: hl.constexpr,
 ) -> None:
     """Adds to dq, dk, dg and dbeta of kda_bwd_qk_kernel what comes through kda_far_scores_kernel.
 
-    q, k, dq, dk [B,T,H,K], gc, dg fp32 [B,T,H,K], gl fp32 [B,NT,H,K], beta [B,T,H], dA, dL [B,T,H,C], dbeta fp32
-    [NK,B,T,H], of which the first tile takes the sum over K.  One program a head and 8 chunks.
+    q, k [B,T,H,K], dq, dk [B,T,HV,K], gc, dg fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], beta [B,T,HV], dA, dL [B,T,HV,C],
+    dbeta fp32 [NK,B,T,HV], of which the first tile takes the sum over K.  One program a value head and 8 chunks.
     """
-    B, T, H, K = q.size()
+    B, T, HV, K = gc.size()
     K = hl.specialize(K)
-    NT = (T + C - 1) // C
+    NT = chunk_count(chunks, C, T)
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_n in hl.tile([B * H, NT], block_size=[1, FAR_CHUNKS]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
+    for tile_bh, tile_n in hl.tile([B * HV, NT], block_size=[1, FAR_CHUNKS]):
+        i_b = tile_bh.begin // HV
+        i_h = tile_bh.begin % HV
         for i_c in hl.grid(tile_n.begin, tile_n.end):
             if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
-                begin = i_c * C
-                i_t = begin + hl.arange(C)
-                rows = (i_t < T)[:, None]
-                b_beta = hl.load(beta, [i_b, torch.clamp(i_t, max=T - 1), i_h]).to(torch.float32)[:, None]
-                b_dbeta = hl.load(dbeta, [0, i_b, i_t, i_h], extra_mask=i_t < T)
+                begin, end, fill = chunk(chunks, i_c, C, T)
+                i_t = hl.arange(C) + begin
+                live = (i_t < end)[:, None]
+                written = (i_t < fill)[:, None]
+                b_beta = row_values(beta, i_b, i_t, i_h, end, fill)[:, None]
+                b_dbeta = hl.load(dbeta, [0, i_b, i_t, i_h], extra_mask=i_t < end)
                 for tile_k in hl.tile(K, block_size=BK):
-                    b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-                    b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-                    b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
-                    b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
+                    b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
+                    b_dL = hl.load(dL, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
+                    b_k = hl.load(k, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
+                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h, tile_k])
+                    b_x = not_within(hl.load(q, [i_b, i_t, i_h // G, tile_k], extra_mask=live), b_gc, q.dtype)
                     b_z = not_within(b_k, b_gc, q.dtype) * b_beta
-                    i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                    i_e = torch.clamp(half_begin(BLOCK_LEVEL, C) + begin, max=fill) - 1
                     b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
                     b_dq, b_dk, b_dw, b_p = block_key_gradients(b_x, b_z, b_k, b_dA, b_dL, b_c, BLOCK_LEVEL, C)
                     b_dg = block_gate_sums(b_p, BLOCK_LEVEL, q.dtype, C)
                     for level in hl.grid(first_level(b_c, q.dtype), levels):
-                        i_e = torch.clamp(begin + border(level, C), max=T - 1)
+                        i_e = torch.clamp(border(level, C) + begin, max=fill - 1)
                         b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                         upper = upper_half(level, C)
                         b_u, b_s = level_gradients(at_level(b_x, b_c, level, q.dtype), b_k, b_dA, b_f, level, C)
@@ -342,11 +355,11 @@ def kda_far_bwd_qk_kernel(
                     b_dq = not_within(b_dq, b_gc, q.dtype)
                     b_dw = not_within(b_dw, b_gc, q.dtype)
                     b_dbeta = b_dbeta + torch.sum(b_k.to(torch.float32) * b_dw, 1)
-                    b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
-                    hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
+                    b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=live).to(torch.float32)
+                    hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=written)
                     b_dk = b_dk + b_dw * b_beta
-                    b_dk = b_dk + hl.load(dk, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
-                    hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
-                    b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                    hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
-                hl.store(dbeta, [0, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < T)
+                    b_dk = b_dk + hl.load(dk, [i_b, i_t, i_h, tile_k], extra_mask=live).to(torch.float32)
+                    hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=written)
+                    b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=live)
+                    hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=written)
+                hl.store(dbeta, [0, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < fill)

@@ -29,6 +29,16 @@ def l2norm_fwd_kernel(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, t
     return yq, yk
 
 
+def input_gradient(b_x, b_dy):
+    """r (dy - r^2 (x . dy) x) of rows x, dy [BT, K], in x's dtype; zero where dy is, whatever x."""
+    b_x32, b_d = b_x.to(torch.float32), b_dy.to(torch.float32)
+    b_r = torch.rsqrt(torch.sum(b_x32 * b_x32, 1) + 1e-6)
+    b_p = b_r * b_r * torch.sum(b_x32 * b_d, 1)
+    b_dx = (b_d - b_p.unsqueeze(1) * b_x32) * b_r.unsqueeze(1)
+    none = torch.amax(torch.abs(b_d), 1) == 0.0
+    return torch.where(none.unsqueeze(1), 0.0, b_dx).to(b_x.dtype)
+
+
 @kernel()
 def l2norm_bwd_kernel(
     q: torch.Tensor, k: torch.Tensor, dyq: torch.Tensor, dyk: torch.Tensor
@@ -45,16 +55,8 @@ def l2norm_bwd_kernel(
     for tile_bh, tile_t in hl.tile([B * H, T], block_size=[1, BT]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        b_q = q[i_b, tile_t, i_h, :].to(torch.float32)
-        b_dq = dyq[i_b, tile_t, i_h, :].to(torch.float32)
-        b_r = torch.rsqrt(torch.sum(b_q * b_q, 1) + 1e-6)
-        b_dq = b_dq - (b_r * b_r * torch.sum(b_q * b_dq, 1))[:, None] * b_q
-        dq[i_b, tile_t, i_h, :] = (b_dq * b_r[:, None]).to(dq.dtype)
-        b_k = k[i_b, tile_t, i_h, :].to(torch.float32)
-        b_dk = dyk[i_b, tile_t, i_h, :].to(torch.float32)
-        b_r = torch.rsqrt(torch.sum(b_k * b_k, 1) + 1e-6)
-        b_dk = b_dk - (b_r * b_r * torch.sum(b_k * b_dk, 1))[:, None] * b_k
-        dk[i_b, tile_t, i_h, :] = (b_dk * b_r[:, None]).to(dk.dtype)
+        dq[i_b, tile_t, i_h, :] = input_gradient(q[i_b, tile_t, i_h, :], dyq[i_b, tile_t, i_h, :])
+        dk[i_b, tile_t, i_h, :] = input_gradient(k[i_b, tile_t, i_h, :], dyk[i_b, tile_t, i_h, :])
     return dq, dk
 
 
@@ -73,4 +75,6 @@ class _L2Norm(torch.autograd.Function):
 @torch.compiler.disable
 def l2norm(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k [B, T, H, K], any strides, over sqrt(sum x^2 + 1e-6) of their channels; differentiable."""
+    if not q.numel():
+        return q, k
     return _L2Norm.apply(last_contiguous(q), last_contiguous(k))

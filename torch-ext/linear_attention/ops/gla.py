@@ -40,14 +40,15 @@ from ._channel_gate import (
     reach,
     upper_half,
 )
-from ._checks import check_gate, check_qkv, check_scale, check_state, not_yet
+from ._checks import check_flags, check_gate, check_qkv, check_scale, check_sequences, check_state
 from ._gates import channel_gate_cumsum_kernel
 from ._host import WALK_K, last_contiguous, over_values, pad_to_16
+from ._sequences import Tables, all_chunks, chunk, chunk_count, sequence, sequence_count
 
 
 @kernel(dot_precision="tf32x3")
 def gla_scores_kernel(
-    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, C: hl.constexpr
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  qg = 2^gc q;  kg = 2^(gl - gc) k.
 
@@ -60,35 +61,37 @@ def gla_scores_kernel(
     A = torch.empty([B, T, H, C], dtype=q.dtype, device=q.device)
     qg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     kg = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    NT = (T + C - 1) // C
+    NT = chunk_count(chunks, C, T)
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
     for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        begin = tile_c.begin * C
-        i_t = begin + hl.arange(C)
-        rows = (i_t < T)[:, None]
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        i_t = hl.arange(C) + begin
+        live = (i_t < end)[:, None]
+        written = (i_t < fill)[:, None]
         b_A = hl.zeros([C, C], dtype=torch.float32)
         for tile_k in hl.tile(K, block_size=BK):
-            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
+            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
+            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h, tile_k])
             b_qg = b_q.to(torch.float32) * torch.exp2(b_gc)
-            hl.store(qg, [i_b, i_t, i_h, tile_k], b_qg.to(q.dtype), extra_mask=rows)
+            hl.store(qg, [i_b, i_t, i_h, tile_k], b_qg.to(q.dtype), extra_mask=written)
             b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
             b_kg = b_k.to(torch.float32) * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
-            hl.store(kg, [i_b, i_t, i_h, tile_k], b_kg.to(q.dtype), extra_mask=rows)
+            hl.store(kg, [i_b, i_t, i_h, tile_k], b_kg.to(q.dtype), extra_mask=written)
             b_A = b_A + block_scores(b_q, b_k, b_gc, levels, C)
         idx = hl.arange(C)
         b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
-        hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
+        hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=written)
     return A, qg, kg
 
 
 @kernel(dot_precision="tf32x3")
 def gla_far_scores_kernel(
-    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, A: torch.Tensor, C: hl.constexpr
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, A: torch.Tensor,
+    chunks: torch.Tensor | None, C: hl.constexpr,
 ) -> None:
     """Adds to A of gla_scores_kernel the rows and channels of q that are not near.  Most chunks have none.
 
@@ -96,7 +99,7 @@ def gla_far_scores_kernel(
     """
     B, T, H, K = q.size()
     K = hl.specialize(K)
-    NT = (T + C - 1) // C
+    NT = chunk_count(chunks, C, T)
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
     for tile_bh, tile_n in hl.tile([B * H, NT], block_size=[1, FAR_CHUNKS]):
@@ -104,108 +107,112 @@ def gla_far_scores_kernel(
         i_h = tile_bh.begin % H
         for i_c in hl.grid(tile_n.begin, tile_n.end):
             if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
-                begin = i_c * C
-                i_t = begin + hl.arange(C)
-                rows = (i_t < T)[:, None]
+                begin, end, fill = chunk(chunks, i_c, C, T)
+                i_t = hl.arange(C) + begin
+                live = (i_t < end)[:, None]
+                written = (i_t < fill)[:, None]
                 b_A = hl.zeros([C, C], dtype=torch.float32)
                 for tile_k in hl.tile(K, block_size=BK):
-                    b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                    b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
+                    b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
+                    b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
+                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h, tile_k])
                     b_x = not_within(b_q, b_gc, q.dtype)
-                    i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                    i_e = torch.clamp(half_begin(BLOCK_LEVEL, C) + begin, max=fill) - 1
                     b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
                     b_A = b_A + block_scores(b_x, b_k, b_c, BLOCK_LEVEL, C)
                     b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
                     for level in hl.grid(first_level(b_c, q.dtype), levels):
-                        i_e = torch.clamp(begin + border(level, C), max=T - 1)
+                        i_e = torch.clamp(border(level, C) + begin, max=fill - 1)
                         b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                         b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
                 idx = hl.arange(C)
                 b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
-                b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=rows).to(torch.float32)
-                hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=rows)
+                b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=live).to(torch.float32)
+                hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=written)
 
 
 @kernel(dot_precision="tf32x3")
 def gla_fwd_o_kernel(
     qg: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, gl: torch.Tensor, h0: torch.Tensor | None,
-    scale: float,
+    sequences: torch.Tensor | None, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = scale (qg S + A v);  S <- 2^gl S + kg^T v.
 
-    qg, kg [B,T,H,K], v [B,T,H,V], A [B,T,H,C], gl fp32 [B,NT,H,K], h0 [B,H,K,V] -> o [B,T,H,V] in v's dtype,
-    ht fp32 [B,H,K,V].  One program a head and V tile, the state transposed on chip, [BV, K].
+    qg, kg [B,T,H,K], v [B,T,H,V], A [B,T,H,C], gl fp32 [B,NT,H,K], h0 [N,H,K,V] -> o [B,T,H,V] in v's dtype,
+    ht fp32 [N,H,K,V].  One program a sequence, head and V tile, the state transposed on chip, [BV, K].
     """
     B, T, H, K = qg.size()
     K, V, C = hl.specialize((K, v.size(3), A.size(3)))
     o = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
-    ht = torch.empty([B, H, K, V], dtype=torch.float32, device=v.device)
-    NT = (T + C - 1) // C
+    N = sequence_count(sequences, B)
+    ht = torch.empty([N, H, K, V], dtype=torch.float32, device=v.device)
     BV = hl.register_block_size(16, V)
-    for tile_bh, tile_v in hl.tile([B * H, V], block_size=[1, BV]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
+    for tile_nh, tile_v in hl.tile([N * H, V], block_size=[1, BV]):
+        i_n = tile_nh.begin // H
+        i_h = tile_nh.begin % H
+        i_b, first, count, begin, end, fill = sequence(sequences, i_n, C, T)
         if h0 is None:
             b_S = hl.zeros([tile_v, K], dtype=torch.float32)
         else:
-            b_S = h0[i_b, i_h, :, tile_v].to(torch.float32).transpose(0, 1)
-        for i_c in hl.grid(NT):
-            i_t = i_c * C + hl.arange(C)
-            rows = (i_t < T)[:, None]
-            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows).transpose(0, 1)
-            b_q = hl.load(qg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=rows)
-            b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+            b_S = h0[i_n, i_h, :, tile_v].to(torch.float32).transpose(0, 1)
+        for i_c in hl.grid(count):
+            i_t = hl.arange(C) + i_c * C + begin
+            live = (i_t < end)[:, None]
+            written = (i_t < fill)[:, None]
+            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
+            b_q = hl.load(qg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=live)
+            b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
             b_o = hl.dot(b_S.to(v.dtype), b_q.transpose(0, 1), out_dtype=torch.float32)
             b_o = hl.dot(b_v, b_A.transpose(0, 1), acc=b_o) * scale
-            hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=rows)
-            b_S = b_S * torch.exp2(gl[i_b, i_c, i_h, :])[None, :]
-            b_S = hl.dot(b_v, hl.load(kg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=rows), acc=b_S)
-        ht[i_b, i_h, :, tile_v] = b_S.transpose(0, 1)
+            hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=written)
+            b_S = b_S * torch.exp2(gl[i_b, first + i_c, i_h, :])[None, :]
+            b_S = hl.dot(b_v, hl.load(kg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=live), acc=b_S)
+        ht[i_n, i_h, :, tile_v] = b_S.transpose(0, 1)
     return o, ht
 
 
 @kernel(dot_precision="tf32x3")
 def gla_state_kernel(
-    x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, s0: torch.Tensor | None, scale: float,
-    C: hl.constexpr, backwards: hl.constexpr,
+    x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, s0: torch.Tensor | None, sequences: torch.Tensor | None,
+    scale: float, C: hl.constexpr, backwards: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """S <- 2^gl S + scale x^T y, written before each chunk, from the first chunk on or from the last one back.
 
-    x [B,T,H,K], y [B,T,H,V], gl fp32 [B,NT,H,K], s0 [B,H,K,V] -> S [B,NT,H,K,V] in y's dtype, the state after the
-    walk fp32 [B,H,K,V].  With kg, v it gives the states, backwards with qg, do their gradients D.
-    One program a head, K tile and V tile.
+    x [B,T,H,K], y [B,T,H,V], gl fp32 [B,NT,H,K], s0 [N,H,K,V] -> S [B,NT,H,K,V] in y's dtype, the state after the
+    walk fp32 [N,H,K,V].  With kg, v it gives the states, backwards with qg, do their gradients D.
+    One program a sequence, head, K tile and V tile.
     """
     B, T, H, K = x.size()
     K, V = hl.specialize((K, y.size(3)))
-    NT = (T + C - 1) // C
-    S = torch.empty([B, NT, H, K, V], dtype=y.dtype, device=y.device)
-    s1 = torch.empty([B, H, K, V], dtype=torch.float32, device=y.device)
+    N = sequence_count(sequences, B)
+    S = torch.empty([B, all_chunks(sequences, C, T), H, K, V], dtype=y.dtype, device=y.device)
+    s1 = torch.empty([N, H, K, V], dtype=torch.float32, device=y.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_bh, tile_k, tile_v in hl.tile([B * H, K, V], block_size=[1, BK, BV]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
+    for tile_nh, tile_k, tile_v in hl.tile([N * H, K, V], block_size=[1, BK, BV]):
+        i_n = tile_nh.begin // H
+        i_h = tile_nh.begin % H
+        i_b, first, count, begin, end, fill = sequence(sequences, i_n, C, T)
         if s0 is None:
             b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
         else:
-            b_S = s0[i_b, i_h, tile_k, tile_v].to(torch.float32)
-        for i_n in hl.grid(NT):
-            i_c = NT - 1 - i_n if backwards else i_n
-            S[i_b, i_c, i_h, tile_k, tile_v] = b_S.to(S.dtype)
-            i_t = i_c * C + hl.arange(C)
-            rows = (i_t < T)[:, None]
-            b_x = hl.load(x, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-            b_y = hl.load(y, [i_b, i_t, i_h, tile_v], extra_mask=rows)
-            b_S = b_S * torch.exp2(gl[i_b, i_c, i_h, tile_k])[:, None]
+            b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32)
+        for i_r in hl.grid(count):
+            i_c = count - 1 - i_r if backwards else i_r
+            S[i_b, first + i_c, i_h, tile_k, tile_v] = b_S.to(S.dtype)
+            i_t = hl.arange(C) + i_c * C + begin
+            live = (i_t < end)[:, None]
+            b_x = hl.load(x, [i_b, i_t, i_h, tile_k], extra_mask=live)
+            b_y = hl.load(y, [i_b, i_t, i_h, tile_v], extra_mask=live)
+            b_S = b_S * torch.exp2(gl[i_b, first + i_c, i_h, tile_k])[:, None]
             b_S = b_S + hl.dot(b_x.transpose(0, 1), b_y, out_dtype=torch.float32) * scale
-        s1[i_b, i_h, tile_k, tile_v] = b_S
+        s1[i_n, i_h, tile_k, tile_v] = b_S
     return S, s1
 
 
 @kernel(dot_precision="tf32x3")
 def gla_out_kernel(
-    qg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, S: torch.Tensor, scale: float
+    qg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, S: torch.Tensor, chunks: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """o = scale (qg S + A v) from the states.
 
@@ -216,23 +223,26 @@ def gla_out_kernel(
     o = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_bh, tile_c, tile_v in hl.tile([B * H, (T + C - 1) // C, V], block_size=[1, 1, BV]):
+    for tile_bh, tile_c, tile_v in hl.tile([B * H, chunk_count(chunks, C, T), V], block_size=[1, 1, BV]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        i_t = tile_c.begin * C + hl.arange(C)
-        rows = (i_t < T)[:, None]
-        b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-        b_o = hl.dot(b_A, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows), out_dtype=torch.float32)
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        i_t = hl.arange(C) + begin
+        live = (i_t < end)[:, None]
+        written = (i_t < fill)[:, None]
+        b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
+        b_o = hl.dot(b_A, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live), out_dtype=torch.float32)
         for tile_k in hl.tile(K, block_size=BK):
-            b_q = hl.load(qg, [i_b, i_t, i_h, tile_k], extra_mask=rows)
+            b_q = hl.load(qg, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_o = hl.dot(b_q, S[i_b, tile_c.begin, i_h, tile_k, tile_v], acc=b_o)
-        hl.store(o, [i_b, i_t, i_h, tile_v], (b_o * scale).to(o.dtype), extra_mask=rows)
+        hl.store(o, [i_b, i_t, i_h, tile_v], (b_o * scale).to(o.dtype), extra_mask=written)
     return o
 
 
 @kernel(dot_precision="tf32x3")
 def gla_bwd_v_kernel(
-    A: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, do: torch.Tensor, D: torch.Tensor, scale: float
+    A: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, do: torch.Tensor, D: torch.Tensor,
+    chunks: torch.Tensor | None, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dA = scale do v^T for i >= j, mirrored above;  dv = scale A^T do + kg D.
 
@@ -243,30 +253,32 @@ def gla_bwd_v_kernel(
     K, V, C = hl.specialize((K, v.size(3), A.size(3)))
     dA = torch.empty([B, T, H, C], dtype=v.dtype, device=v.device)
     dv = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
-    NT = (T + C - 1) // C
+    NT = chunk_count(chunks, C, T)
     BV = hl.register_block_size(16, V)
     for tile_bh, tile_c in hl.tile([B * H, NT], block_size=[1, 1]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        i_t = tile_c.begin * C + hl.arange(C)
-        rows = (i_t < T)[:, None]
-        b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows).transpose(0, 1)
-        b_k = hl.load(kg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=rows)
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        i_t = hl.arange(C) + begin
+        live = (i_t < end)[:, None]
+        written = (i_t < fill)[:, None]
+        b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live).transpose(0, 1)
+        b_k = hl.load(kg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=live)
         b_dA = hl.zeros([C, C], dtype=torch.float32)
         for tile_v in hl.tile(V, block_size=BV):
-            b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=rows)
-            b_dA = hl.dot(b_do, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows).transpose(0, 1), acc=b_dA)
+            b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live)
+            b_dA = hl.dot(b_do, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1), acc=b_dA)
             b_dv = hl.dot(b_A, b_do, out_dtype=torch.float32) * scale
             b_dv = hl.dot(b_k, D[i_b, tile_c.begin, i_h, :, tile_v], acc=b_dv)
-            hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=rows)
-        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], mirrored(b_dA * scale, C).to(dA.dtype), extra_mask=rows)
+            hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=written)
+        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], mirrored(b_dA * scale, C).to(dA.dtype), extra_mask=written)
     return dA, dv
 
 
 @kernel(dot_precision="tf32x3")
 def gla_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
-    dA: torch.Tensor, S: torch.Tensor, D: torch.Tensor, scale: float, C: hl.constexpr,
+    dA: torch.Tensor, S: torch.Tensor, D: torch.Tensor, chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With x = scale 2^gc do S^T, y = 2^(gl - gc) v D^T and e_ij = 2^(gc_i - gc_j):
 
@@ -284,20 +296,21 @@ def gla_bwd_qk_kernel(
     dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     dk = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     dg = torch.empty([B, T, H, K], dtype=torch.float32, device=q.device)
-    NT = (T + C - 1) // C
+    NT = chunk_count(chunks, C, T)
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
     for tile_bh, tile_c, tile_k in hl.tile([B * H, NT, K], block_size=[1, 1, BK]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
-        begin = tile_c.begin * C
-        i_t = begin + hl.arange(C)
-        rows = (i_t < T)[:, None]
-        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
-        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        i_t = hl.arange(C) + begin
+        live = (i_t < end)[:, None]
+        written = (i_t < fill)[:, None]
+        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
+        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
+        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h, tile_k])
+        b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
         b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
         b_x = hl.zeros([C, tile_k], dtype=torch.float32)
         b_y = hl.zeros([C, tile_k], dtype=torch.float32)
@@ -305,8 +318,8 @@ def gla_bwd_qk_kernel(
         for tile_v in hl.tile(V, block_size=BV):
             b_S = S[i_b, tile_c.begin, i_h, tile_k, tile_v]
             b_D = D[i_b, tile_c.begin, i_h, tile_k, tile_v]
-            b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_S.transpose(0, 1), acc=b_x)
-            b_y = hl.dot(hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=rows), b_D.transpose(0, 1), acc=b_y)
+            b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), b_S.transpose(0, 1), acc=b_x)
+            b_y = hl.dot(hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live), b_D.transpose(0, 1), acc=b_y)
             b_z = b_z + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
         b_x = b_x * torch.exp2(b_gc) * scale
         b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
@@ -316,17 +329,17 @@ def gla_bwd_qk_kernel(
         b_dk = b_dk + b_v + b_y
         b_dg = block_gate_sums(b_w + b_q.to(torch.float32) * b_x, levels, q.dtype, C)
         b_dg = b_dg + later_gate_sums(b_k.to(torch.float32) * b_y, q.dtype, C)
-        b_dg = b_dg + (b_z * torch.exp2(b_gl))[None, :]
-        hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
-        hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
-        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
+        b_dg = torch.where(live, b_dg + (b_z * torch.exp2(b_gl))[None, :], 0.0)
+        hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=written)
+        hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=written)
+        hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=written)
     return dq, dk, dg
 
 
 @kernel(dot_precision="tf32x3")
 def gla_far_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, dA: torch.Tensor, dq: torch.Tensor,
-    dk: torch.Tensor, dg: torch.Tensor, C: hl.constexpr,
+    dk: torch.Tensor, dg: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr,
 ) -> None:
     """Adds to dq, dk and dg of gla_bwd_qk_kernel what comes through gla_far_scores_kernel.
 
@@ -335,7 +348,7 @@ def gla_far_bwd_qk_kernel(
     """
     B, T, H, K = q.size()
     K = hl.specialize(K)
-    NT = (T + C - 1) // C
+    NT = chunk_count(chunks, C, T)
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
     for tile_bh, tile_n in hl.tile([B * H, NT], block_size=[1, FAR_CHUNKS]):
@@ -343,32 +356,33 @@ def gla_far_bwd_qk_kernel(
         i_h = tile_bh.begin % H
         for i_c in hl.grid(tile_n.begin, tile_n.end):
             if torch.amin(gl[i_b, i_c, i_h, :], 0) < -reach(q.dtype):
-                begin = i_c * C
-                i_t = begin + hl.arange(C)
-                rows = (i_t < T)[:, None]
+                begin, end, fill = chunk(chunks, i_c, C, T)
+                i_t = hl.arange(C) + begin
+                live = (i_t < end)[:, None]
+                written = (i_t < fill)[:, None]
                 for tile_k in hl.tile(K, block_size=BK):
-                    b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=T - 1), i_h, tile_k])
-                    b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=rows)
-                    b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=rows), b_gc, q.dtype)
-                    i_e = torch.clamp(begin + half_begin(BLOCK_LEVEL, C), max=T) - 1
+                    b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
+                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h, tile_k])
+                    b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
+                    b_x = not_within(hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live), b_gc, q.dtype)
+                    i_e = torch.clamp(half_begin(BLOCK_LEVEL, C) + begin, max=fill) - 1
                     b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
                     b_dq, b_dk, b_w = block_gradients(b_x, b_k, b_dA, b_c, BLOCK_LEVEL, C)
                     b_dg = block_gate_sums(b_w, BLOCK_LEVEL, q.dtype, C)
                     for level in hl.grid(first_level(b_c, q.dtype), levels):
-                        i_e = torch.clamp(begin + border(level, C), max=T - 1)
+                        i_e = torch.clamp(border(level, C) + begin, max=fill - 1)
                         b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                         b_y, b_w = level_gradients(at_level(b_x, b_c, level, q.dtype), b_k, b_dA, b_f, level, C)
                         b_dq = b_dq + torch.where(upper_half(level, C), at_level(b_y, b_c, level, q.dtype), 0.0)
                         b_dk = b_dk + torch.where(upper_half(level, C), 0.0, b_y)
                         b_dg = b_dg + level_gate_sums(b_w, level, q.dtype, C)
                     b_dq = not_within(b_dq, b_gc, q.dtype)
-                    b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
-                    hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=rows)
-                    b_dk = b_dk + hl.load(dk, [i_b, i_t, i_h, tile_k], extra_mask=rows).to(torch.float32)
-                    hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=rows)
-                    b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=rows)
-                    hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=rows)
+                    b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=live).to(torch.float32)
+                    hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=written)
+                    b_dk = b_dk + hl.load(dk, [i_b, i_t, i_h, tile_k], extra_mask=live).to(torch.float32)
+                    hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=written)
+                    b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=live)
+                    hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=written)
 
 
 def _chunk(q: torch.Tensor) -> int:
@@ -377,57 +391,61 @@ def _chunk(q: torch.Tensor) -> int:
 
 
 def chunk_gla_fwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, scale: float,
+    tables: Tables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B,T,H,V] in v's dtype and ht fp32 [B,H,K,V]."""
-    gc, gl = channel_gate_cumsum_kernel(g, _chunk(q))
-    A, qg, kg = gla_scores_kernel(q, k, gc, gl, _chunk(q))
-    gla_far_scores_kernel(q, k, gc, gl, A, _chunk(q))
+    """o [B,T,H,V] in v's dtype and ht fp32 [N,H,K,V]."""
+    C = _chunk(q)
+    sequences, chunks = tables
+    gc, gl = channel_gate_cumsum_kernel(g, None, None, chunks, None, C, False)
+    A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, C)
+    gla_far_scores_kernel(q, k, gc, gl, A, chunks, C)
     if q.size(-1) <= WALK_K:
-        return gla_fwd_o_kernel(qg, kg, v, A, gl, h0, scale)
-    S, ht = gla_state_kernel(kg, v, gl, h0, 1.0, _chunk(q), False)
-    return gla_out_kernel(qg, v, A, S, scale), ht
+        return gla_fwd_o_kernel(qg, kg, v, A, gl, h0, sequences, scale)
+    S, ht = gla_state_kernel(kg, v, gl, h0, sequences, 1.0, C, False)
+    return gla_out_kernel(qg, v, A, S, chunks, scale), ht
 
 
 def chunk_gla_bwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, scale: float,
-    do: torch.Tensor, dht: torch.Tensor | None,
+    tables: Tables, do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg in their inputs' dtypes and dh0 in fp32.  Temporaries go as early as they can."""
     C = _chunk(q)
-    gc, gl = channel_gate_cumsum_kernel(g, C)
-    A, qg, kg = gla_scores_kernel(q, k, gc, gl, C)
-    gla_far_scores_kernel(q, k, gc, gl, A, C)
-    D, dh0 = gla_state_kernel(qg, do, gl, dht, scale, C, True)
+    sequences, chunks = tables
+    gc, gl = channel_gate_cumsum_kernel(g, None, None, chunks, None, C, False)
+    A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, C)
+    gla_far_scores_kernel(q, k, gc, gl, A, chunks, C)
+    D, dh0 = gla_state_kernel(qg, do, gl, dht, sequences, scale, C, True)
     del qg
-    dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, scale)
+    dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, chunks, scale)
     del A
-    S, _ = gla_state_kernel(kg, v, gl, h0, 1.0, C, False)
+    S, _ = gla_state_kernel(kg, v, gl, h0, sequences, 1.0, C, False)
     del kg
-    dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, scale, C)
-    gla_far_bwd_qk_kernel(q, k, gc, gl, dA, dq, dk, dg, C)
+    dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, chunks, scale, C)
+    gla_far_bwd_qk_kernel(q, k, gc, gl, dA, dq, dk, dg, chunks, C)
     return dq, dk, dv, dg.to(g.dtype), dh0
 
 
 class _GLA(torch.autograd.Function):
-    """(q, k, v, g, h0 or None, scale) -> o, ht.  Saves its inputs and recomputes everything else."""
+    """(q, k, v, g, h0 or None, scale, tables) -> o, ht.  Saves its inputs and recomputes everything else."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, h0, scale):
+    def forward(ctx, q, k, v, g, h0, scale, tables):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, h0)
+        ctx.save_for_backward(q, k, v, g, h0, *tables)
         ctx.scale = scale
-        return chunk_gla_fwd(q, k, v, g, h0, scale)
+        return chunk_gla_fwd(q, k, v, g, h0, scale, tables)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dht):
-        q, k, v, g, h0 = ctx.saved_tensors
+        q, k, v, g, h0, *tables = ctx.saved_tensors
         if do is None and dht is None:
-            return (None,) * 6
+            return (None,) * 7
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
-        dq, dk, dv, dg, dh0 = chunk_gla_bwd(q, k, v, g, h0, ctx.scale, do, last_contiguous(dht))
-        return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None
+        dq, dk, dv, dg, dh0 = chunk_gla_bwd(q, k, v, g, h0, ctx.scale, Tables(*tables), do, last_contiguous(dht))
+        return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None, None
 
 
 def chunk_gla(
@@ -449,29 +467,33 @@ def chunk_gla(
         v: values, [B, T, H, V] in q's dtype.
         g: natural-log decay of each token and channel, [B, T, H, K], at most 0, -inf allowed.
         scale: factor of the output; K**-0.5 if None.
-        initial_state: S_0, [B, H, K, V]; zero if None.
+        initial_state: S_0, [N, H, K, V], or [N, H, V, K] with state_v_first; zero if None.
         output_final_state: whether to return S_T.
-        state_v_first, cu_seqlens, cu_seqlens_cpu: not supported yet.
+        state_v_first: states have their last two dimensions in the order V, K.
+        cu_seqlens: where sequences of any lengths begin and end in the one batch row, [N+1], int32 or int64 on q's
+            device: sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1] - 1. Results for tokens after the last one,
+            and their gradients, are zero. None for B sequences of T tokens; then N is B.
+        cu_seqlens_cpu: the same on the CPU, only checked; or None.
 
     Returns:
-        o, [B, T, H, V] in q's dtype, and S_T, fp32 [B, H, K, V], or None.
+        o, [B, T, H, V] in q's dtype, and S_T, fp32, with the shape of S_0, or None.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape or device is not as above.
-        NotImplementedError: an option that is not supported yet is set.
 
     Paper: Gated Linear Attention Transformers with Hardware-Efficient Training, https://arxiv.org/abs/2312.06635
     """
-    not_yet(state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    check_flags(output_final_state=output_final_state, state_v_first=state_v_first)
     check_qkv(q, k, v)
     check_gate(g, q.shape, q)
     check_scale(scale)
-    check_state(initial_state, (q.size(0), q.size(2), q.size(3), v.size(3)), q)
+    N = check_sequences(cu_seqlens, cu_seqlens_cpu, q)
+    check_state(initial_state, N, q, v, state_v_first)
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
     g = last_contiguous(pad_to_16(g))
 
-    def run(q, k, v, initial_state):
-        return _GLA.apply(q, k, v, g, initial_state, scale)
+    def run(q, k, v, initial_state, tables):
+        return _GLA.apply(q, k, v, g, initial_state, scale, tables)
 
-    o, final_state = over_values(run, q, k, v, initial_state)
+    o, final_state = over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first)
     return o, final_state if output_final_state else None

@@ -4,11 +4,9 @@ Equations and kernels are in `_scalar_gate.py`: the gate is log gamma_h, one val
 """
 from __future__ import annotations
 
-import math
-
 import torch
 
-from ._checks import check_chunk_size, check_qkv, check_scale, check_state, not_yet
+from ._checks import check_chunk_size, check_flags, check_qkv, check_scale, check_sequences, check_state
 from ._scalar_gate import scalar_gate
 
 
@@ -31,27 +29,28 @@ def chunk_retention(
         q, k: queries and keys, [B, T, H, K] with K in 1..256; bf16, fp16 or fp32, any strides.
         v: values, [B, T, H, V] in q's dtype.
         scale: factor of the output; K**-0.5 if None.
-        initial_state: S_0, [B, H, K, V]; zero if None.
+        initial_state: S_0, [N, H, K, V]; zero if None.
         output_final_state: whether to return S_T.
-        cu_seqlens: packed sequences, not supported yet.
+        cu_seqlens: where sequences of any lengths begin and end in the one batch row, [N+1], int32 or int64 on q's
+            device: sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1] - 1. Results for tokens after the last one,
+            and their gradients, are zero. None for B sequences of T tokens; then N is B.
         chunk_size: 16, 32, 64 or 128: a hint, without effect on the result.
 
     Returns:
-        o, [B, T, H, V] in q's dtype, and S_T, fp32 [B, H, K, V], or None.
+        o, [B, T, H, V] in q's dtype, and S_T, fp32 [N, H, K, V], or None.
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, shape or device is not as above.
-        NotImplementedError: an option that is not supported yet is set.
 
     Paper: Retentive Network: A Successor to Transformer for Large Language Models, https://arxiv.org/abs/2307.08621
     """
-    not_yet(cu_seqlens=cu_seqlens)
+    check_flags(output_final_state=output_final_state)
     check_qkv(q, k, v)
     check_scale(scale)
-    check_state(initial_state, (q.size(0), q.size(2), q.size(3), v.size(3)), q)
+    N = check_sequences(cu_seqlens, None, q)
+    check_state(initial_state, N, q, v)
     check_chunk_size(chunk_size)
-    head = torch.arange(q.size(2), dtype=torch.float64, device=q.device)
-    # exp, since PyTorch compiles its exp2 for CUDA at the first call.
-    log_gamma = torch.log1p(-torch.exp((-5 - head) * math.log(2))).to(torch.float32)
-    o, final_state = scalar_gate(q, k, v, log_gamma.expand(q.shape[:3]), scale, initial_state)
+    H = q.size(2)
+    log_gamma = torch.logspace(-5, -4 - H, H, base=2, dtype=torch.float32, device=q.device).neg_().log1p_()
+    o, final_state = scalar_gate(q, k, v, log_gamma.expand(q.shape[:3]), scale, initial_state, cu_seqlens)
     return o, final_state if output_final_state else None
