@@ -97,6 +97,8 @@ CALLS = (
     dict(wanted=("v",)),
     dict(wanted=("k", "initial_state")),
     dict(scale=0.3),
+    dict(scale=-0.7),
+    dict(scale=0.0),
 )
 GATES = tuple(
     dict(gate=gate) for gate in ("zero", "weak", "strong", "six", "twenty", "fifty", "some_inf", "all_inf")) + (
@@ -188,6 +190,7 @@ def _cases(op, large):
     if op == "simple_gla":
         rows += (dict(gate="gamma"), dict(gate="gamma", h0=False), dict(gate="none"))
         rows += (dict(gate="both"), dict(gate="both", small="bf16", dtype="fp32"))
+        rows += tuple(dict(gate=gate, lengths=(20, 0, 70), tail=5) for gate in ("gamma", "none", "both"))
     if op in ("retention", "simple_gla", "delta_rule", "gated_delta_rule", "kda"):
         rows += (dict(chunk_size=32),)
     rows += SEQUENCES
@@ -285,7 +288,7 @@ def make(case, device="cpu"):
     if case.h0:
         h0 = torch.randn(N, HV, K, V).to(device, small or torch.float32)
         inputs["initial_state"] = h0.mT.contiguous().mT if case.layout == "transposed" else h0
-    inputs |= {"scale": case.scale} if case.scale else {}
+    inputs |= {"scale": case.scale} if case.scale is not None else {}
     inputs |= {"use_qk_l2norm_in_kernel": True} if case.l2norm else {}
     inputs |= {"use_gate_in_kernel": True} if "gate" in preamble or "bound" in preamble else {}
     inputs |= {"lower_bound": -5.0} if "bound" in preamble else {}

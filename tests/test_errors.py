@@ -263,9 +263,11 @@ def test_cu_seqlens_cpu(call, op):
         call(op, **good, cu_seqlens_cpu=[0, 2, 5])
     with refused(ValueError, "cu_seqlens_cpu", [3], [2]):
         call(op, **good, cu_seqlens_cpu=torch.tensor([0, 5]))
-    for wrong in ([1, 2, 5], [0, 5, 2], [0, 2, T + 1]):
+    for wrong in ([1, 2, 5], [0, 5, 2], [0, 2, T + 1], [0, -1, 5]):
         with refused(ValueError, "cu_seqlens_cpu", f"T = {T}", wrong):
             call(op, **good, cu_seqlens_cpu=torch.tensor(wrong))
+        with refused(ValueError, "cu_seqlens", f"T = {T}", wrong):
+            call(op, **{**good, "cu_seqlens": torch.tensor(wrong)})
 
 
 @pytest.mark.parametrize("op", V_FIRST)
@@ -321,9 +323,9 @@ def wrong_tensors(op, name, x):
     """x of other ranks, sizes, dtypes, layouts and devices, and no tensors."""
     yield from (x[None], x.flatten()[0], x.tolist(), "text", 0.5, object(), x.to("meta"), x.bool(), x.cfloat())
     if name.startswith("cu_seqlens"):  # another N is what the state has wrong
-        yield from (x.float(), x.short(), x[:1], x[:0])
+        yield from (x.float(), x.short(), x[:1], x[:0], x.to_sparse(), x.flip(0), x - 1, x + T)
         return
-    yield from (x.double(), x.int(), x.to_sparse())
+    yield from (x.double(), x.int(), x.to_sparse(), torch.nested.nested_tensor([x], layout=torch.jagged))
     if x.dim() > 1:
         yield x.flatten()
     for dim in range(x.dim()):
@@ -337,11 +339,11 @@ def wrong_values(op, name):
     """No good value of an argument that is no tensor."""
     yield from ("text", object(), [1], torch.ones(3), float("nan"))
     if name == "scale":
-        yield from (float("inf"), True, 1j)
+        yield from (float("inf"), 1e39, 10**400, True, 1j)
     elif name == "chunk_size":
         yield from (0, -64, 7, 64.0, True)
     elif name == "lower_bound":
-        yield from (0, 0.0, 1, float("-inf"), True)
+        yield from (0, 0.0, 1, float("-inf"), -10**400, True)
     else:
         yield from (2, -1)
 

@@ -7,7 +7,6 @@ here yet.  Nothing here reads the data of a tensor that may be on a GPU, so noth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Real
 
@@ -19,10 +18,16 @@ MAX_K = 256
 
 
 def _described(x: object) -> str:
+    if isinstance(x, torch.Tensor) and x.is_nested:
+        return f"a nested {x.dtype} tensor on {x.device}"
     if isinstance(x, torch.Tensor):
         return f"a {x.dtype} tensor of shape {list(x.shape)} on {x.device}"
     text = " ".join(repr(x).split())
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(x).__name__})"
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested
 
 
 def _check_tensor(x: object, name: str, layout: str) -> None:
@@ -30,8 +35,8 @@ def _check_tensor(x: object, name: str, layout: str) -> None:
         raise TypeError(f"{name}: expected a tensor {layout}, got {_described(x)}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: expected bfloat16, float16 or float32, got {_described(x)}")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got one of layout {x.layout}")
+    if not _is_dense(x):
+        raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
 
 
 def _check_like(x: object, name: str, layout: str, shape: Sequence[int], like: torch.Tensor, like_name: str) -> None:
@@ -77,13 +82,13 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool =
 def check_sequences(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None, q: torch.Tensor) -> int:
     """The number of sequences N: B, or for cu_seqlens int32 or int64 [N+1] on q's device, which takes B = 1, its N.
 
-    cu_seqlens_cpu: None, or the same on the CPU, whose values are checked: from 0, not falling, at most T.
+    cu_seqlens_cpu: None, or the same on the CPU.  Values on the CPU are checked: from 0, not falling, at most T.
     """
     B, T = q.shape[:2]
     for x, name in ((cu_seqlens, "cu_seqlens"), (cu_seqlens_cpu, "cu_seqlens_cpu")):
         if x is None:
             continue
-        if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int32, torch.int64):
+        if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int32, torch.int64) or not _is_dense(x):
             raise TypeError(f"{name}: expected an int32 or int64 tensor [N+1], got {_described(x)}")
         if x.dim() != 1 or x.numel() < 2:
             raise ValueError(f"{name}: expected [N+1] with N of at least 1, got {_described(x)}")
@@ -95,14 +100,15 @@ def check_sequences(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tenso
         raise ValueError(f"cu_seqlens: expected a tensor on q's device {q.device}, got {_described(cu_seqlens)}")
     if B != 1:
         raise ValueError(f"q: expected B = 1, all sequences in one row, beside cu_seqlens, got {_described(q)}")
-    if cu_seqlens_cpu is not None:
-        if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.shape != cu_seqlens.shape:
-            raise ValueError(f"cu_seqlens_cpu: expected cu_seqlens, {list(cu_seqlens.shape)}, on the CPU, "
-                             f"got {_described(cu_seqlens_cpu)}")
-        values = cu_seqlens_cpu.tolist()
+    if cu_seqlens_cpu is not None and (
+            cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.shape != cu_seqlens.shape):
+        raise ValueError(f"cu_seqlens_cpu: expected cu_seqlens, {list(cu_seqlens.shape)}, on the CPU, "
+                         f"got {_described(cu_seqlens_cpu)}")
+    for x, name in ((cu_seqlens, "cu_seqlens"), (cu_seqlens_cpu, "cu_seqlens_cpu")):
+        values = [0] if x is None or x.device.type != "cpu" else x.tolist()
         if values[0] != 0 or values[-1] > T or any(a > b for a, b in zip(values, values[1:])):
-            raise ValueError(f"cu_seqlens_cpu: expected values from 0, not falling, up to T = {T} at most, got "
-                             f"{values if len(values) < 20 else _described(cu_seqlens_cpu)}")
+            raise ValueError(f"{name}: expected values from 0, not falling, up to T = {T} at most, got "
+                             f"{values if len(values) < 20 else _described(x)}")
     return cu_seqlens.numel() - 1
 
 
@@ -135,7 +141,7 @@ def check_lower_bound(lower_bound: float | None, safe_gate: bool, use_gate_in_ke
     if lower_bound is not None:
         if not isinstance(lower_bound, Real) or isinstance(lower_bound, bool):
             raise TypeError(f"lower_bound: expected None or a number, got {_described(lower_bound)}")
-        if not (math.isfinite(lower_bound) and lower_bound < 0):
+        if not torch.finfo(torch.float32).min <= lower_bound < 0:
             raise ValueError(f"lower_bound: expected a finite number below 0, got {_described(lower_bound)}")
     elif safe_gate and use_gate_in_kernel:
         raise ValueError("lower_bound: expected a number with safe_gate and use_gate_in_kernel, got None")
@@ -179,13 +185,13 @@ def check_flags(**flags: bool) -> None:
 
 
 def check_scale(scale: float | None) -> None:
-    """scale: None, or a finite number (a tensor would have to be read back from the GPU)."""
+    """scale: None, or a number that is finite in fp32 (a tensor would have to be read back from the GPU)."""
     if scale is None:
         return
     if not isinstance(scale, Real) or isinstance(scale, bool):
         raise TypeError(f"scale: expected None or a number, got {_described(scale)}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {_described(scale)}")
+    if not abs(scale) <= torch.finfo(torch.float32).max:  # a NaN is not, and an int may be larger than any float
+        raise ValueError(f"scale: expected a number that is finite in fp32, got {_described(scale)}")
 
 
 def check_chunk_size(chunk_size: int | None) -> None:

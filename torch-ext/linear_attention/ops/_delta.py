@@ -17,6 +17,7 @@ import torch
 
 from ._aot import kernel
 from ._sequences import all_chunks, sequence, sequence_count
+from ._tile import in_range
 
 
 @kernel(dot_precision="tf32x3")
@@ -49,9 +50,9 @@ def delta_fwd_o_kernel(
             live = (i_t < end)[:, None]
             written = (i_t < fill)[:, None]
             b_w = hl.load(w, [i_b, i_t, i_h, i_k], extra_mask=live)
-            b_s = b_S.to(b_w.dtype)
+            b_s = in_range(b_S, w.dtype)
             b_n = hl.load(u, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1).to(torch.float32)
-            b_n = (b_n - hl.dot(b_s, b_w.transpose(0, 1), out_dtype=torch.float32)).to(b_w.dtype)
+            b_n = in_range(b_n - hl.dot(b_s, b_w.transpose(0, 1), out_dtype=torch.float32), w.dtype)
             b_q = hl.load(qg, [i_b, i_t, i_h, i_k], extra_mask=live)
             b_o = hl.dot(b_s, b_q.transpose(0, 1), out_dtype=torch.float32)
             b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
@@ -94,10 +95,10 @@ def delta_fwd_state_kernel(
             live = (i_t < end)[:, None]
             written = (i_t < fill)[:, None]
             b_w = hl.load(w, [i_b, i_t, i_h, i_k], extra_mask=live)
-            b_s = b_S.to(b_w.dtype)
+            b_s = in_range(b_S, w.dtype)
             S[i_b, first + i_c, i_h, :, tile_v] = b_s.transpose(0, 1)
             b_n = hl.load(u, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1).to(torch.float32)
-            b_n = (b_n - hl.dot(b_s, b_w.transpose(0, 1), out_dtype=torch.float32)).to(b_w.dtype)
+            b_n = in_range(b_n - hl.dot(b_s, b_w.transpose(0, 1), out_dtype=torch.float32), w.dtype)
             hl.store(n, [i_b, i_t, i_h, tile_v], b_n.transpose(0, 1), extra_mask=written)
             if gl is not None:
                 b_S = b_S * torch.exp2(gl[i_b, first + i_c, i_h, :])[None, :]
@@ -137,14 +138,14 @@ def delta_bwd_state_kernel(
             i_k = hl.arange(K)
             live = (i_t < end)[:, None]
             written = (i_t < fill)[:, None]
-            b_d = b_D.to(do.dtype)
+            b_d = in_range(b_D, do.dtype)
             D[i_b, first + i_c, i_h, :, tile_v] = b_d.transpose(0, 1)
             b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
             b_do = (b_do.to(torch.float32) * scale).to(do.dtype)
             b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
             b_k = hl.load(kg, [i_b, i_t, i_h, i_k], extra_mask=live)
             b_dn = hl.dot(b_do, b_A, out_dtype=torch.float32)
-            b_dn = hl.dot(b_d, b_k.transpose(0, 1), acc=b_dn).to(do.dtype)
+            b_dn = in_range(hl.dot(b_d, b_k.transpose(0, 1), acc=b_dn), do.dtype)
             hl.store(dn, [i_b, i_t, i_h, tile_v], b_dn.transpose(0, 1), extra_mask=written)
             if gl is not None:
                 b_D = b_D * torch.exp2(gl[i_b, first + i_c, i_h, :])[None, :]

@@ -97,7 +97,7 @@ def channel_gate_bwd_kernel(
     g: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, dgate: torch.Tensor,
     lower_bound: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Back through natural_gate: dg, and the gradients of dt_bias and A_log in parts, of 64 tokens and a channel each.
+    """Back through natural_gate: dg, and the gradients of A_log and dt_bias in parts, of 64 tokens and a channel each.
 
     g [B,T,H,K], A_log [H], dt_bias [H,K], dgate fp32 [B,T,H,K] -> dg as g, two fp32 [B,NP,H,K].
     Where dgate is 0 so is what comes of it, whatever g.  One program a head, 64 tokens and a K tile.
@@ -106,8 +106,8 @@ def channel_gate_bwd_kernel(
     K = hl.specialize(K)
     NP = (T + 63) // 64
     dg = torch.empty([B, T, H, K], dtype=g.dtype, device=g.device)
-    dbias = torch.empty([B, NP, H, K], dtype=torch.float32, device=g.device)
-    dA = torch.empty([B, NP, H, K], dtype=torch.float32, device=g.device)
+    dA_log = torch.empty([B, NP, H, K], dtype=torch.float32, device=g.device)
+    ddt_bias = torch.empty([B, NP, H, K], dtype=torch.float32, device=g.device)
     BK = hl.register_block_size(16, K)
     for tile_bh, tile_p, tile_k in hl.tile([B * H, NP, K], block_size=[1, 1, BK]):
         i_b = tile_bh.begin // H
@@ -119,12 +119,12 @@ def channel_gate_bwd_kernel(
             b_x = b_x + dt_bias[i_h, tile_k].to(torch.float32)[None, :]
         b_dgate = hl.load(dgate, [i_b, i_t, i_h, tile_k], extra_mask=rows)
         if A_log is None:
-            b_dx, b_dA = gate_slopes(b_x, 1.0, lower_bound)
+            b_dx, b_drate = gate_slopes(b_x, 1.0, lower_bound)
         else:
-            b_dx, b_dA = gate_slopes(b_x, torch.exp(A_log[i_h].to(torch.float32)), lower_bound)
+            b_dx, b_drate = gate_slopes(b_x, torch.exp(A_log[i_h].to(torch.float32)), lower_bound)
         b_dx = torch.where(b_dgate == 0.0, 0.0, b_dgate * b_dx)
-        b_dA = torch.where(b_dgate == 0.0, 0.0, b_dgate * b_dA)
+        b_drate = torch.where(b_dgate == 0.0, 0.0, b_dgate * b_drate)
         hl.store(dg, [i_b, i_t, i_h, tile_k], b_dx.to(dg.dtype), extra_mask=rows)
-        dbias[i_b, tile_p.begin, i_h, tile_k] = torch.sum(b_dx, 0)
-        dA[i_b, tile_p.begin, i_h, tile_k] = torch.sum(b_dA, 0)
-    return dg, dbias, dA
+        dA_log[i_b, tile_p.begin, i_h, tile_k] = torch.sum(b_drate, 0)
+        ddt_bias[i_b, tile_p.begin, i_h, tile_k] = torch.sum(b_dx, 0)
+    return dg, dA_log, ddt_bias

@@ -28,13 +28,15 @@ def over_values(
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None, C: int, state_v_first: bool = False,
+    others: tuple[torch.Tensor | None, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, final_state) of an operator for any T, any K <= 256 and any V, from calls with T >= 1, K and V in 16..256.
 
     `run(q, k, v, initial_state, tables)` gets q, k [B, T, H, K], v [B, T, HV, V] and the state [N, HV, K, V], each with
     last stride 1 and zero-padded to 16 where narrower (a gate a channel is for the caller to pad), and where sequences
     and their chunks of C tokens lie.  No column of v meets another one in any of the operators, so that a wide V goes
-    in even slices.  Differentiable.
+    in even slices.  Differentiable; `others` are the operator's other tensors, which get gradients of zero where there
+    is nothing to compute.
     """
     (B, T, HV, V), K = v.shape, q.size(-1)
     if initial_state is not None and state_v_first:
@@ -42,7 +44,8 @@ def over_values(
     if 0 in (B, T, HV):
         N = B if cu_seqlens is None else cu_seqlens.numel() - 1
         final_state = v.new_zeros(N, HV, K, V, dtype=torch.float32) if initial_state is None else initial_state.float()
-        results = [(v.clone(), final_state.clone())]
+        nothing = sum(x[:0].sum(dtype=torch.float32) for x in (q, k, v, *others) if x is not None)
+        results = [(v + nothing.to(v.dtype), final_state + nothing)]
     else:
         tables = sequence_tables(cu_seqlens, T, C)
         q, k = (last_contiguous(pad_to_16(x)) for x in (q, k))

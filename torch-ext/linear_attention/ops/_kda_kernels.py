@@ -34,7 +34,7 @@ from ._channel_gate import (
     upper_half,
 )
 from ._sequences import chunk, chunk_count, row_values
-from ._tile import unit_lower_inverse
+from ._tile import in_range, unit_lower_inverse
 
 
 @kernel(dot_precision="tf32x3")
@@ -82,7 +82,7 @@ def kda_scores_kernel(
             b_A = b_A + block_scores(b_q, b_k, b_gc, levels, C)
             b_L = b_L + block_scores(b_k, b_k, b_gc, levels, C)
         b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
-        hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=written)
+        hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
         b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
         b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
         hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=written)
@@ -133,7 +133,7 @@ def kda_far_scores_kernel(
                 idx = hl.arange(C)
                 b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
                 b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=live).to(torch.float32)
-                hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=written)
+                hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
                 b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
                 b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
                 b_L = b_L + hl.load(L, [i_b, i_t, i_h, idx], extra_mask=live)
@@ -170,15 +170,15 @@ def kda_solve_kernel(
         b_0 = hl.zeros([C, C], dtype=torch.bfloat16)
         b_L = hl.dot(b_0, b_0, acc=hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live))
         b_X = unit_lower_inverse(b_L, C)
-        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], b_X.to(X.dtype), extra_mask=written)
+        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], in_range(b_X, X.dtype), extra_mask=written)
         b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
-        b_X = (b_X * b_beta[None, :]).to(v.dtype)
+        b_X = in_range(b_X * b_beta[None, :], v.dtype)
         for tile_k in hl.tile(K, block_size=BK):
             b_w = hl.dot(b_X, hl.load(kb, [i_b, i_t, i_h, tile_k], extra_mask=live), out_dtype=torch.float32)
-            hl.store(w, [i_b, i_t, i_h, tile_k], b_w.to(w.dtype), extra_mask=written)
+            hl.store(w, [i_b, i_t, i_h, tile_k], in_range(b_w, w.dtype), extra_mask=written)
         for tile_v in hl.tile(V, block_size=BV):
             b_u = hl.dot(b_X, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live), out_dtype=torch.float32)
-            hl.store(u, [i_b, i_t, i_h, tile_v], b_u.to(u.dtype), extra_mask=written)
+            hl.store(u, [i_b, i_t, i_h, tile_v], in_range(b_u, u.dtype), extra_mask=written)
     return X, w, u
 
 
@@ -218,11 +218,11 @@ def kda_bwd_v_kernel(
             b_n = hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
             b_dA = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), b_n, acc=b_dA)
             b_r = hl.dot(b_X, hl.load(dn, [i_b, i_t, i_h, tile_v], extra_mask=live), out_dtype=torch.float32)
-            hl.store(r, [i_b, i_t, i_h, tile_v], b_r.to(r.dtype), extra_mask=written)
+            hl.store(r, [i_b, i_t, i_h, tile_v], in_range(b_r, r.dtype), extra_mask=written)
             hl.store(dv, [i_b, i_t, i_h, tile_v], (b_r * b_beta).to(dv.dtype), extra_mask=written)
             b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).to(torch.float32)
             b_dbeta = b_dbeta + torch.sum(b_r * b_v, 1)
-            b_dL = hl.dot(b_r.to(v.dtype), b_n, acc=b_dL)
+            b_dL = hl.dot(in_range(b_r, v.dtype), b_n, acc=b_dL)
         hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], mirrored(b_dA * scale, C).to(dA.dtype), extra_mask=written)
         hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], mirrored(-b_dL, C).to(dL.dtype), extra_mask=written)
         hl.store(dbeta, [i_b, i_t, i_h], b_dbeta, extra_mask=i_t < fill)

@@ -24,7 +24,7 @@ from ._gates import gate_cumsum_kernel
 from ._host import last_contiguous, over_values, sum_of_group
 from ._l2norm import l2norm
 from ._sequences import Tables, chunk, chunk_count, row_values
-from ._tile import decay_tile, unit_lower_inverse
+from ._tile import decay_tile, in_range, unit_lower_inverse
 
 
 @kernel(dot_precision="tf32x3", fp32_precision="ieee")
@@ -78,17 +78,17 @@ def scalar_delta_prepare_kernel(
             hl.store(qg, [i_b, i_t, i_h, i_k], b_qg, extra_mask=written)
             b_kg = (b_k.to(torch.float32) * b_rest[:, None]).to(k.dtype)
             hl.store(kg, [i_b, i_t, i_h, i_k], b_kg, extra_mask=written)
-        hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=written)
+        hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
         b_X = unit_lower_inverse(b_L, C)
-        hl.store(X, [i_b, i_t, i_h, idx], b_X.to(X.dtype), extra_mask=written)
+        hl.store(X, [i_b, i_t, i_h, idx], in_range(b_X, X.dtype), extra_mask=written)
         b_v = hl.load(v, [i_b, i_t, i_h, i_v], extra_mask=live)
         b_Xb = b_X * b_beta[None, :]
-        b_u = hl.dot(b_Xb.to(v.dtype), b_v, out_dtype=torch.float32)
-        hl.store(u, [i_b, i_t, i_h, i_v], b_u.to(u.dtype), extra_mask=written)
+        b_u = hl.dot(in_range(b_Xb, v.dtype), b_v, out_dtype=torch.float32)
+        hl.store(u, [i_b, i_t, i_h, i_v], in_range(b_u, u.dtype), extra_mask=written)
         if gc is not None:
             b_Xb = b_Xb * b_from[None, :]
-        b_w = hl.dot(b_Xb.to(k.dtype), b_k, out_dtype=torch.float32)
-        hl.store(w, [i_b, i_t, i_h, i_k], b_w.to(w.dtype), extra_mask=written)
+        b_w = hl.dot(in_range(b_Xb, k.dtype), b_k, out_dtype=torch.float32)
+        hl.store(w, [i_b, i_t, i_h, i_k], in_range(b_w, w.dtype), extra_mask=written)
     return qg, kg, w, u, A, X
 
 
@@ -120,7 +120,7 @@ def scalar_delta_bwd_v_kernel(
         for tile_v in hl.tile(V, block_size=BV):
             b_dn = hl.load(dn, [i_b, i_t, i_h, tile_v], extra_mask=live)
             b_r = hl.dot(b_X, b_dn, out_dtype=torch.float32)
-            hl.store(r, [i_b, i_t, i_h, tile_v], b_r.to(r.dtype), extra_mask=written)
+            hl.store(r, [i_b, i_t, i_h, tile_v], in_range(b_r, r.dtype), extra_mask=written)
             hl.store(dv, [i_b, i_t, i_h, tile_v], (b_r * b_beta[:, None]).to(dv.dtype), extra_mask=written)
             b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).to(torch.float32)
             b_rv = b_rv + torch.sum(b_r * b_v, 1)
@@ -318,4 +318,4 @@ def scalar_delta(
 
     if use_qk_l2norm:
         q, k = l2norm(q, k)
-    return over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first)
+    return over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first, (g, beta))

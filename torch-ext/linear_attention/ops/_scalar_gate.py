@@ -383,4 +383,4 @@ def scalar_gate(
     def run(q, k, v, initial_state, tables):
         return _ScalarGate.apply(q, k, v, g, initial_state, scale, tables)
 
-    return over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first)
+    return over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first, (g,))

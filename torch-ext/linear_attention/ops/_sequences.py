@@ -75,7 +75,7 @@ def sequence_tables_kernel(
 
     cu_seqlens int32 or int64 [N+1].  There are cdiv(T, C) + N - 1 rows of chunks, which is enough for any lengths;
     those that no sequence needs begin at T.  Whatever cu_seqlens holds, all that the tables say is inside of T and of
-    their own rows.  One program a tile of chunks, each going through all sequences.
+    their own rows (T below 2^29).  One program a tile of chunks, each going through all sequences.
     """
     N = cu_seqlens.size(0) - 1
     NT = (T + C - 1) // C + N - 1
@@ -93,7 +93,7 @@ def sequence_tables_kernel(
             fill = torch.where(tile_n.index == N - 1, T, end).to(torch.int32)
             count = torch.where(tile_n.index < N, torch.clamp(fill - begin + (C - 1), min=0) // C, 0).to(torch.int32)
             first = torch.cumsum(count, 0).to(torch.int32) - count + before
-            before = before + torch.sum(count, 0).to(torch.int32)
+            before = torch.clamp(before + torch.sum(count, 0), max=NT).to(torch.int32)
             if tile_c.id == 0:
                 sequences[tile_n, 0] = begin
                 sequences[tile_n, 1] = end
@@ -113,5 +113,5 @@ def sequence_tables_kernel(
 
 
 def sequence_tables(cu_seqlens: torch.Tensor | None, T: int, C: int) -> Tables:
-    """The tables for chunks of C tokens of sequences that are cu_seqlens long, in a row of T tokens."""
+    """The tables for chunks of C tokens of the sequences between cu_seqlens, in a row of T tokens."""
     return Tables() if cu_seqlens is None else Tables(*sequence_tables_kernel(cu_seqlens, T, C))

@@ -13,6 +13,16 @@ def log2_gate(b_g):
     return torch.clamp(b_g.to(torch.float32) * 1.4426950408889634, min=-160.0)
 
 
+def in_range(b_x, dtype):
+    """b_x in dtype; in fp16 what is beyond its range becomes its largest number.
+
+    A chunk's products meet what later tokens left with zeros: zero times infinity would reach earlier tokens.
+    """
+    if dtype == torch.float16:
+        b_x = torch.clamp(b_x, min=-65504.0, max=65504.0)
+    return b_x.to(dtype)
+
+
 def decay_tile(b_gc, mask):
     """2^(gc_i - gc_j) where mask (i >= j or i > j), else 0: [C] -> fp32 [C, C].
 

@@ -37,8 +37,9 @@ def chunk_delta_rule(
         use_qk_l2norm_in_kernel: divide q and k by sqrt(sum x^2 + 1e-6) over their channels first.
         chunk_size: 16, 32, 64 or 128: a hint, without effect on the result.
         cu_seqlens: where sequences of any lengths begin and end in the one batch row, [N+1], int32 or int64 on q's
-            device: sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1] - 1. Results for tokens after the last one,
-            and their gradients, are zero. None for B sequences of T tokens; then N is B.
+            device, from 0 and not falling (which is not checked on a GPU): sequence n is tokens cu_seqlens[n] to
+            cu_seqlens[n+1] - 1. Results for tokens after the last one, and their gradients, are zero. None for B
+            sequences of T tokens; then N is B.
         cu_seqlens_cpu: the same on the CPU, only checked; or None.
 
     Returns:

@@ -62,8 +62,9 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel: the step sizes are sigmoid(beta), with allow_neg_eigval twice that.
         state_v_first: states have their last two dimensions in the order V, K.
         cu_seqlens: where sequences of any lengths begin and end in the one batch row, [N+1], int32 or int64 on q's
-            device: sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1] - 1. Results for tokens after the last one,
-            and their gradients, are zero. None for B sequences of T tokens; then N is B.
+            device, from 0 and not falling (which is not checked on a GPU): sequence n is tokens cu_seqlens[n] to
+            cu_seqlens[n+1] - 1. Results for tokens after the last one, and their gradients, are zero. None for B
+            sequences of T tokens; then N is B.
         cu_seqlens_cpu: the same on the CPU, only checked; or None.
         chunk_indices: without effect; where chunks lie is found on the device.
         cp_context: not supported yet.
@@ -86,7 +87,7 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, use_gate_in_kernel=use_gate_in_kernel)
     check_qkv(q, k, v, grouped=True)
-    check_gate(g, v.shape[:3], q)
+    check_gate(g, v.shape[:3], q, layout="[B, T, HV]")
     check_gate_parameters(use_gate_in_kernel, A_log, dt_bias, v)
     check_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     check_scale(scale)

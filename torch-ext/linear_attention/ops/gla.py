@@ -44,6 +44,7 @@ from ._checks import check_flags, check_gate, check_qkv, check_scale, check_sequ
 from ._gates import channel_gate_cumsum_kernel
 from ._host import WALK_K, last_contiguous, over_values, pad_to_16
 from ._sequences import Tables, all_chunks, chunk, chunk_count, sequence, sequence_count
+from ._tile import in_range
 
 
 @kernel(dot_precision="tf32x3")
@@ -84,7 +85,7 @@ def gla_scores_kernel(
             b_A = b_A + block_scores(b_q, b_k, b_gc, levels, C)
         idx = hl.arange(C)
         b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
-        hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=written)
+        hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
     return A, qg, kg
 
 
@@ -128,7 +129,7 @@ def gla_far_scores_kernel(
                 idx = hl.arange(C)
                 b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
                 b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=live).to(torch.float32)
-                hl.store(A, [i_b, i_t, i_h, idx], b_A.to(A.dtype), extra_mask=written)
+                hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
 
 
 @kernel(dot_precision="tf32x3")
@@ -471,8 +472,9 @@ def chunk_gla(
         output_final_state: whether to return S_T.
         state_v_first: states have their last two dimensions in the order V, K.
         cu_seqlens: where sequences of any lengths begin and end in the one batch row, [N+1], int32 or int64 on q's
-            device: sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1] - 1. Results for tokens after the last one,
-            and their gradients, are zero. None for B sequences of T tokens; then N is B.
+            device, from 0 and not falling (which is not checked on a GPU): sequence n is tokens cu_seqlens[n] to
+            cu_seqlens[n+1] - 1. Results for tokens after the last one, and their gradients, are zero. None for B
+            sequences of T tokens; then N is B.
         cu_seqlens_cpu: the same on the CPU, only checked; or None.
 
     Returns:
@@ -495,5 +497,5 @@ def chunk_gla(
     def run(q, k, v, initial_state, tables):
         return _GLA.apply(q, k, v, g, initial_state, scale, tables)
 
-    o, final_state = over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first)
+    o, final_state = over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first, (g,))
     return o, final_state if output_final_state else None

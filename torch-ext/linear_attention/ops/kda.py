@@ -93,10 +93,10 @@ def chunk_kda_bwd(
     dq, dk = sum_of_group(dq, G), sum_of_group(dk, G)
     if not gate.activate:
         return dq, dk, dv, dg.to(g.dtype), dbeta, None, None, dh0
-    dg, dt_bias, dA_log = channel_gate_bwd_kernel(g, gate.A_log, gate.dt_bias, dg, gate.lower_bound)
-    dt_bias = None if gate.dt_bias is None else dt_bias.sum((0, 1)).to(gate.dt_bias.dtype)
+    dg, dA_log, ddt_bias = channel_gate_bwd_kernel(g, gate.A_log, gate.dt_bias, dg, gate.lower_bound)
     dA_log = None if gate.A_log is None else dA_log.sum((0, 1, 3)).to(gate.A_log.dtype)
-    return dq, dk, dv, dg, dbeta, dA_log, dt_bias, dh0
+    ddt_bias = None if gate.dt_bias is None else ddt_bias.sum((0, 1)).to(gate.dt_bias.dtype)
+    return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0
 
 
 class _KDA(torch.autograd.Function):
@@ -175,8 +175,9 @@ def chunk_kda(
         lower_bound: see use_gate_in_kernel; else without effect.
         state_v_first: states have their last two dimensions in the order V, K.
         cu_seqlens: where sequences of any lengths begin and end in the one batch row, [N+1], int32 or int64 on q's
-            device: sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1] - 1. Results for tokens after the last one,
-            and their gradients, are zero. None for B sequences of T tokens; then N is B.
+            device, from 0 and not falling (which is not checked on a GPU): sequence n is tokens cu_seqlens[n] to
+            cu_seqlens[n+1] - 1. Results for tokens after the last one, and their gradients, are zero. None for B
+            sequences of T tokens; then N is B.
         cu_seqlens_cpu: the same on the CPU, only checked; or None.
         use_graph, max_num_seqs: without effect; every call can be captured in a CUDA graph.
         chunk_size: 16, 32, 64 or 128: a hint, without effect on the result.
@@ -202,7 +203,7 @@ def chunk_kda(
         allow_neg_eigval=allow_neg_eigval, safe_gate=safe_gate, state_v_first=state_v_first, use_graph=use_graph)
     check_qkv(q, k, v, grouped=True)
     K = q.size(3)
-    check_gate(g, (*v.shape[:3], K), q)
+    check_gate(g, (*v.shape[:3], K), q, layout="[B, T, HV, K]")
     check_gate_parameters(use_gate_in_kernel, A_log, dt_bias, v, K, A_optional=lower_bound is not None)
     check_lower_bound(lower_bound, safe_gate, use_gate_in_kernel)
     check_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -225,5 +226,6 @@ def chunk_kda(
     def run(q, k, v, initial_state, tables):
         return _KDA.apply(q, k, v, g, beta, initial_state, *gate, scale, tables)
 
-    o, final_state = over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first)
+    others = g, beta, A_log, dt_bias
+    o, final_state = over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first, others)
     return o, final_state if output_final_state else None

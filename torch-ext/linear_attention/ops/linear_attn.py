@@ -32,8 +32,9 @@ def chunk_linear_attn(
         normalize: divide o_t by scale q_t . (k_1 + ... + k_t) + 1e-10, as flash-linear-attention does by default; of
             use if these products are positive.
         cu_seqlens: where sequences of any lengths begin and end in the one batch row, [N+1], int32 or int64 on q's
-            device: sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1] - 1. Results for tokens after the last one,
-            and their gradients, are zero. None for B sequences of T tokens; then N is B.
+            device, from 0 and not falling (which is not checked on a GPU): sequence n is tokens cu_seqlens[n] to
+            cu_seqlens[n+1] - 1. Results for tokens after the last one, and their gradients, are zero. None for B
+            sequences of T tokens; then N is B.
 
     Returns:
         o, [B, T, H, V] in q's dtype, and None or the final state: S_T, fp32 [N, H, K, V], or with normalize S_T and the
@@ -54,11 +55,14 @@ def chunk_linear_attn(
         initial_state, keys = check_pair(initial_state)
     check_state(initial_state, N, q, v)
     check_key_sum(keys, N, q)
+    dtype = q.dtype
+    if normalize and dtype == torch.float16:  # whose range the sums leave that are divided by each other
+        q, k, v = q.float(), k.float(), v.float()
     o, final_state = scalar_gate(q, k, v, None, scale, initial_state, cu_seqlens)
     if normalize:
         # the sum of keys is the state that values of 1 leave, and q . sum the output
         keys = None if keys is None else keys.squeeze(1)[..., None]
         products, keys = scalar_gate(q, k, torch.ones_like(v[..., :1]), None, scale, keys, cu_seqlens)
-        o = (o.float() / (products.float() + 1e-10)).to(o.dtype)
+        o = (o.float() / (products.float() + 1e-10)).to(dtype)
         final_state = final_state, keys.squeeze(-1)[:, None]
     return o, final_state if output_final_state else None
