@@ -105,7 +105,8 @@ def check_sequences(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tenso
         raise ValueError(f"cu_seqlens_cpu: expected cu_seqlens, {list(cu_seqlens.shape)}, on the CPU, "
                          f"got {_described(cu_seqlens_cpu)}")
     for x, name in ((cu_seqlens, "cu_seqlens"), (cu_seqlens_cpu, "cu_seqlens_cpu")):
-        values = [0] if x is None or x.device.type != "cpu" else x.tolist()
+        # a subclass may have no values, as a fake tensor
+        values = x.tolist() if type(x) is torch.Tensor and x.device.type == "cpu" else [0]
         if values[0] != 0 or values[-1] > T or any(a > b for a, b in zip(values, values[1:])):
             raise ValueError(f"{name}: expected values from 0, not falling, up to T = {T} at most, got "
                              f"{values if len(values) < 20 else _described(x)}")
@@ -160,7 +161,7 @@ def check_state(
     """initial_state: None, or [N, HV, K, V], v_first [N, HV, V, K], on q's device, in any of the three dtypes."""
     if initial_state is not None:
         HV, V, K = v.size(2), v.size(3), q.size(3)
-        layout = "[N, HV, V, K]" if v_first else "[N, HV, K, V]"
+        layout = f"[N, {'H' if HV == q.size(2) else 'HV'}, {'V, K' if v_first else 'K, V'}]"
         _check_like(initial_state, "initial_state", layout, (N, HV, V, K) if v_first else (N, HV, K, V), q, "q")
 
 

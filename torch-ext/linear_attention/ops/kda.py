@@ -214,10 +214,10 @@ def chunk_kda(
     scale = K**-0.5 if scale is None else float(scale)
     g = last_contiguous(pad_to_16(g))
     if use_gate_in_kernel:
-        dt_bias = None if dt_bias is None else pad_to_16(dt_bias.reshape(-1, K))
-        gate = A_log, dt_bias, None if lower_bound is None else float(lower_bound), True
+        bias = None if dt_bias is None else pad_to_16(dt_bias.reshape(-1, K))
+        gate = Gate(A_log, bias, None if lower_bound is None else float(lower_bound), activate=True)
     else:
-        gate = None, None, None, False
+        gate = Gate()
     if use_beta_sigmoid_in_kernel:
         beta = activated_beta(beta, allow_neg_eigval, cu_seqlens)
     if use_qk_l2norm_in_kernel:
