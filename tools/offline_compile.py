@@ -29,6 +29,7 @@ import io
 import json
 import multiprocessing as mp
 import multiprocessing.connection
+import operator
 import os
 import pathlib
 import random
@@ -43,6 +44,7 @@ from collections.abc import Callable
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
 import triton
+from pipeline_races import pipeline_races
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -220,6 +222,7 @@ class Launch:
     tmem_cols: int
     blocks_per_sm: int  # by registers, shared and tensor memory, threads; 0 cannot launch
     instructions: dict[str, int]
+    races: list[str]  # see pipeline_races.py
     stage_ms: dict[str, float]
 
 
@@ -249,6 +252,7 @@ def _inspect(kernel: object, log: str, grid: tuple[int, ...], times: object) -> 
             512 // (tmem or 16),
             _device.shared_memory_per_multiprocessor // (meta.shared + KIB)),
         instructions={k: n for k, p in INSTRUCTIONS.items() if (n := len(re.findall(p, ptx)))},
+        races=pipeline_races(kernel.asm["ttgir"]),
         stage_ms={stage: round(us / 1000, 1) for stage, us in times.lowering_stages},
     )
 
@@ -309,9 +313,10 @@ def report(
     try:
         with recording(dump) as found.launches:
             compiled()(*args)
-        unlaunchable = [k.name for k in found.launches if not k.blocks_per_sm]
-        found.ok = not unlaunchable
-        found.error = f"too many registers, shared or tensor memory: {unlaunchable}" if unlaunchable else ""
+        reasons = [f"{k.name}: too many registers, shared or tensor memory" for k in found.launches
+                   if not k.blocks_per_sm]
+        reasons += [f"{k.name}: race on {race}" for k in found.launches for race in k.races]
+        found.ok, found.error = not reasons, "; ".join(reasons)
     except Exception as error:
         found.error = f"{type(error).__name__}: {error}"[-4000:]
         if dump is not None:
@@ -406,12 +411,12 @@ def _load(target: str) -> object:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(path)
-    return getattr(module, name)
+    return operator.attrgetter(name)(module)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernel", help="path/to/mod.py:name or package.mod:name")
+    parser.add_argument("kernel", help="path/to/mod.py:name or package.mod:name.attribute")
     parser.add_argument("--args", nargs="*", default=[], help="bf16[2,64], f32[4,64]@64,1 or a literal")
     parser.add_argument("--device", choices=DEVICES, default="h200")
     parser.add_argument("--config", action="append", default=[], help="JSON, 'default' or 'source' (print it)")

@@ -191,10 +191,15 @@ def load(source: str, name: str) -> object:
 
 def compiled(kernel: object, args: tuple, candidate: dict[str, object]) -> object:
     """The callable of a candidate, from its source if the file of candidates has that: Helion takes a second or two."""
-    if "source" in candidate:
-        return load(candidate["source"], kernel.name)
+    from linear_attention.ops._ptxas import assembled_right
+
     config = candidate["config"]
-    return workloads.flexible(kernel, args, config["indexing"]).bind(args).compile_config(config, allow_print=False)
+    if "source" in candidate:
+        host = load(candidate["source"], kernel.name)
+    else:
+        bound = workloads.flexible(kernel, args, config["indexing"]).bind(args)
+        host = bound.compile_config(config, allow_print=False)
+    return assembled_right(host, next(x.device for x in args if isinstance(x, torch.Tensor)))
 
 
 # ---- without a GPU
@@ -232,7 +237,8 @@ def _screened(
     jobs: dict[str, object], configs: list[dict[str, object]], processes: int
 ) -> tuple[list[dict[str, object]], int]:
     """The most promising configs and how many were compiled: block sizes and warps first, the rest for the best."""
-    base = [c for c in configs if (c["num_stages"], c["indexing"]) == (2, "pointer")]
+    # one stage, with which no loop is pipelined: see pipeline_races.py
+    base = [c for c in configs if (c["num_stages"], c["indexing"]) == (1, "pointer")]
     first = sorted(_compiled(jobs, base, processes), key=_cost)
     best = [x for warps in (4, 8) for x in [y for y in first if y["config"]["num_warps"] == warps][:2]]
     kin = [c for c in configs if c not in base and any(

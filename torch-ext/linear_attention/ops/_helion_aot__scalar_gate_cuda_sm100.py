@@ -145,12 +145,11 @@ SCALAR_BWD_STATE_KERNEL = {
 SCALAR_BWD_QK_KERNEL = {
     "configs": [
         {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (2, 128), None, (2, 128), (2, 128, 128), (2, 128, 128), None, None, 64, False): {
             (4, 4096, 64): 0,
@@ -161,20 +160,20 @@ SCALAR_BWD_QK_KERNEL = {
         ((2, 256), (2, 256), (2, 256), None, (2, 256), (2, 256, 256), (2, 256, 256), None, None, 64, False): {
             (8, 2048, 32): 0,
         },
-        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), (2, 128, 128), (2, 128, 128), None, None, 64, True): {
-            (4, 4096, 64): 1,
-            (4, 2048, 16): 2,
-            (2, 16384, 16): 1,
-            (1, 8192, 96): 2,
-        },
         ((2, 64), (2, 64), (2, 64), None, (2, 64), (2, 64, 64), (2, 64, 64), None, None, 64, False): {
-            (8, 1024, 8): 2,
-        },
-        ((2, 64), (2, 64), (2, 64), (4,), (2, 64), (2, 64, 64), (2, 64, 64), None, None, 64, True): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 1,
         },
         ((2, 256), (2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), (2, 256, 256), None, None, 64, True): {
             (8, 2048, 32): 1,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), (2, 128, 128), (2, 128, 128), None, None, 64, True): {
+            (4, 4096, 64): 1,
+            (2, 16384, 16): 1,
+            (1, 8192, 96): 1,
+            (4, 2048, 16): 1,
+        },
+        ((2, 64), (2, 64), (2, 64), (4,), (2, 64), (2, 64, 64), (2, 64, 64), None, None, 64, True): {
+            (8, 1024, 8): 1,
         },
     },
 }
