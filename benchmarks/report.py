@@ -139,17 +139,23 @@ def eager_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def errors_table(report: Path, ops: Iterable[str]) -> str:
-    """One line an operator: the GPU tests that compared results with fp64, and the largest error over its bound."""
+    """One line an operator: the GPU tests that compared results with fp64, and the largest error over its bound.
+
+    Before them the sources that were tested, which may be others than those that were timed.
+    """
     cases: Counter[str] = Counter()
     worst: dict[tuple[str, str], float] = {}
-    for test in ElementTree.parse(report).iter("testcase"):
+    root = ElementTree.parse(report).getroot()
+    tested = {x.get("name"): x.get("value")[:12] for x in root.iterfind(".//testsuite/properties/property")}
+    for test in root.iter("testcase"):
         found = [x.get("name").split()[1:] + [x.get("value")] for x in test.iter("property")
                  if x.get("name").startswith("error/bound")]
         cases.update({op for op, _, _ in found})
         for op, name, value in found:
             worst[op, name] = max(worst.get((op, name), 0.0), float(value))
     body = [[op, str(cases[op]), *(number(worst.get((op, name))) for name in COMPARED)] for op in ops if op in cases]
-    return table(["operator", "tests", *COMPARED], body)
+    sources = f"Sources `{tested.get('torch_ext_tree')}`, configs `{tested.get('configs_sha256')}`."
+    return sources + "\n\n" + table(["operator", "tests", *COMPARED], body)
 
 
 def first_call_sentence(rows: Sequence[Mapping[str, dict]]) -> str:

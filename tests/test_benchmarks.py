@@ -332,13 +332,15 @@ def test_errors_of_the_gpu_tests(results, tmp_path):
     path, tests = tmp_path / "results.json", tmp_path / "gpu-tests.xml"
     path.write_text(json.dumps(results))
     cases = [[("gla o", 0.5), ("gla dg", 0.25)], [("gla o", 0.75)], [("kda o", 0.125)], []]
-    tests.write_text("<testsuites><testsuite>" + "".join(
+    sources = "<properties><property name='torch_ext_tree' value='0123456789abcdef'/></properties>"
+    tests.write_text(f"<testsuites><testsuite>{sources}" + "".join(
         "<testcase><properties><property name='kernels' value='3'/>" + "".join(
             f"<property name='error/bound {name}' value='{value}'/>" for name, value in case
         ) + "</properties></testcase>" for case in cases) + "</testsuite></testsuites>")
     lines = report.render(results, None, tests).splitlines()
     assert "| gla | 2 | 0.75 |" + " – |" * 4 + " 0.25 |" + " – |" * 4 in lines
     assert "| kda | 1 | 0.12 |" + " – |" * 9 in lines
+    assert "Sources `0123456789ab`, configs `None`." in lines
 
 
 def test_plot(results, tmp_path):
