@@ -49,16 +49,17 @@ class Compilations:
 
 
 def arguments(B=2, T=1000, H=4, K=64, V=64, dtype="bf16", strides="") -> tuple:
-    """Arguments of scalar_fwd_o_kernel."""
+    """Arguments of scalar_walk_kernel, along whole sequences."""
     x = f"{dtype}[{B},{T},{H},{K}]{strides}"
-    return offline_compile.fakes([x, x, f"{dtype}[{B},{T},{H},{V}]", f"f32[{B},{T},{H}]", None, None, 0.1, 64])
+    v, gc, L = f"{dtype}[{B},{T},{H},{V}]", f"f32[{B},{T},{H}]", -(-T // 64) * 64
+    return offline_compile.fakes([x, x, v, gc, None, None, None, None, None, 0.1, 64, L, False])
 
 
 def main(device: str) -> None:
     offline_compile.pretend(device)
     environment, files = dict(os.environ), sorted(os.listdir())
     import linear_attention  # noqa: F401
-    from linear_attention.ops._scalar_gate import scalar_fwd_o_kernel as kernel
+    from linear_attention.ops._scalar_gate import scalar_walk_kernel as kernel
 
     forbid_searching()
     lines = []

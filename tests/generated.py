@@ -1,6 +1,6 @@
 """Run an operator forward and backward by the Triton code that Helion generates for a GPU, interpreted on the CPU.
 
-    python generated.py kda bf16 [K] [packed|bound]
+    python generated.py kda bf16 [K] [packed|bound] [segments]
 
 Helion's own interpreter ignores block sizes and masks; here they are the GPU's.  Triton's interpreter is switched on
 for a whole process, so test_generated.py starts one for each operator.  A wrong number raises.
@@ -25,15 +25,18 @@ def interpret(kernel: object, args: tuple) -> object:
     return run_generated.call(workloads.flexible(kernel, args), args, workloads.safe_config(kernel, args))
 
 
-def main(op: str, dtype: str, K: str = "20", special: str = "") -> None:
+def main(op: str, dtype: str, K: str = "20", *special: str) -> None:
     import linear_attention
     from linear_attention import reference
+    from linear_attention.ops import _segments
 
     torch.set_num_threads(1)
+    if "segments" in special:
+        _segments.PROGRAMS, _segments.MIN_CHUNKS = 2**30, 1
     case = Case(op, T=70, K=int(K), V=24, dtype=dtype, l2norm=op in DELTA)
-    if special == "bound":
+    if "bound" in special:
         case = dataclasses.replace(case, preamble="bound+bias", small="bf16")
-    if special == "packed":
+    if "packed" in special:
         case = dataclasses.replace(case, lengths=(20, 0, 33), tail=17)
         if op in ("gated_delta_rule", "kda"):
             case = dataclasses.replace(case, HV=4, preamble="gate+rate+bias+beta+neg")

@@ -21,6 +21,7 @@ import helion
 import torch
 
 from . import _cpu
+from ._launch import Launch
 from ._ptxas import assembled_right
 
 try:
@@ -157,10 +158,8 @@ class Kernel:
         with _lock, _environment_kept():
             if len(self._runs) >= _KEPT:
                 self._runs.clear()
-            if torch.cuda.device_count() == 1:
-                return self.compiled(args, self.config(*args))
-            with torch.cuda.device(device):
-                return functools.partial(_on_device, device, self.compiled(args, self.config(*args)))
+            run = functools.partial(self.compiled(args, self.config(*args)), _launcher=Launch(device))
+            return run if torch.cuda.device_count() == 1 else functools.partial(_on_device, device, run)
 
     def compiled(self, args: tuple, config: dict[str, object]) -> Callable:
         """The callable for arguments of the class of `args` with a config; positional arguments, current device."""

@@ -1,4 +1,4 @@
-"""Configs of the kernels of _scalar_gate.py for sm90 (measured on NVIDIA H200).
+"""Configs of the kernels of _scalar_gate.py for sm90 (derived, not measured).
 
 Rendered by tools/render_configs.py from configs/: edit those, not this file.
 """
@@ -8,210 +8,204 @@ import torch
 
 CAPABILITY = (9, 0)
 
-SCALAR_FWD_O_KERNEL = {
+SCALAR_SEGMENT_KERNEL = {
+    "configs": [
+        {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "tuned": {
+        ((2, 128), (2, 128), None, None, None, 64, 3072, False): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), None, None, None, 64, 3072, True): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), None, None, None, 64, 2048, False): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), None, None, None, 64, 2048, True): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), None, None, None, 64, 512, False): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), None, None, None, 64, 512, True): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 64), (2, 64), None, None, None, 64, 256, False): {
+            (8, 1024, 8): 1,
+        },
+        ((2, 64), (2, 64), None, None, None, 64, 256, True): {
+            (8, 1024, 8): 1,
+        },
+        ((2, 128), (2, 128), (4,), None, None, 64, 3072, False): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (4,), None, None, 64, 3072, True): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (4,), None, None, 64, 2048, False): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), (4,), None, None, 64, 2048, True): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), (4,), None, None, 64, 512, False): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (4,), None, None, 64, 512, True): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 64), (2, 64), (4,), None, None, 64, 256, False): {
+            (8, 1024, 8): 1,
+        },
+        ((2, 64), (2, 64), (4,), None, None, 64, 256, True): {
+            (8, 1024, 8): 1,
+        },
+    },
+}
+
+SCALAR_WALK_KERNEL = {
     "configs": [
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
-        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
-    "tuned": {
-        ((2, 128), (2, 128), (2, 128), None, None, None, None, 64): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 1,
-            (2, 16384, 16): 2,
-            (1, 8192, 96): 0,
-        },
-        ((2, 64), (2, 64), (2, 64), None, None, None, None, 64): {
-            (8, 1024, 8): 2,
-        },
-        ((2, 256), (2, 256), (2, 256), None, None, None, None, 64): {
-            (8, 2048, 32): 3,
-        },
-        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, 64): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 2,
-            (2, 16384, 16): 2,
-            (1, 8192, 96): 0,
-        },
-        ((2, 64), (2, 64), (2, 64), (4,), None, None, None, 64): {
-            (8, 1024, 8): 2,
-        },
-        ((2, 256), (2, 256), (2, 256), (4,), None, None, None, 64): {
-            (8, 2048, 32): 3,
-        },
-    },
-}
-
-SCALAR_FWD_STATE_KERNEL = {
-    "configs": [
-        {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
-        {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-    ],
-    "safe": {256: 5, 1024: 6},  # bytes of the widest row -> config
-    "tuned": {
-        ((2, 128), (2, 128), None, None, None, 64): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 1,
-            (2, 16384, 16): 2,
-            (1, 8192, 96): 2,
-        },
-        ((2, 64), (2, 64), None, None, None, 64): {
-            (8, 1024, 8): 3,
-        },
-        ((2, 256), (2, 256), None, None, None, 64): {
-            (8, 2048, 32): 0,
-        },
-        ((2, 128), (2, 128), (4,), None, None, 64): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 0,
-            (2, 16384, 16): 2,
-            (1, 8192, 96): 2,
-        },
-        ((2, 64), (2, 64), (4,), None, None, 64): {
-            (8, 1024, 8): 4,
-        },
-        ((2, 256), (2, 256), (4,), None, None, 64): {
-            (8, 2048, 32): 0,
-        },
-    },
-}
-
-SCALAR_OUT_KERNEL = {
-    "configs": [
-        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-    ],
     "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 256), (2, 256), (2, 256), None, (2, 256, 256), None, None, 64): {
-            (8, 2048, 32): 0,
-        },
-        ((2, 256), (2, 256), (2, 256), (4,), (2, 256, 256), None, None, 64): {
-            (8, 2048, 32): 1,
-        },
-    },
-}
-
-SCALAR_BWD_STATE_KERNEL = {
-    "configs": [
-        {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
-        {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-    ],
-    "safe": {256: 5, 1024: 6},  # bytes of the widest row -> config
-    "tuned": {
-        ((2, 128), (2, 128), None, None, None, None, 64): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 1,
-            (2, 16384, 16): 2,
-            (1, 8192, 96): 1,
-        },
-        ((2, 64), (2, 64), None, None, None, None, 64): {
-            (8, 1024, 8): 3,
-        },
-        ((2, 256), (2, 256), None, None, None, None, 64): {
-            (8, 2048, 32): 0,
-        },
-        ((2, 128), (2, 128), (4,), None, None, None, 64): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 2,
-            (2, 16384, 16): 2,
-            (1, 8192, 96): 2,
-        },
-        ((2, 64), (2, 64), (4,), None, None, None, 64): {
-            (8, 1024, 8): 4,
-        },
-        ((2, 256), (2, 256), (4,), None, None, None, 64): {
-            (8, 2048, 32): 0,
-        },
-    },
-}
-
-SCALAR_BWD_QK_KERNEL = {
-    "configs": [
-        {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-    ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
-    "tuned": {
-        ((2, 128), (2, 128), (2, 128), None, (2, 128), (2, 128, 128), (2, 128, 128), None, None, 64, False): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 0,
-            (2, 16384, 16): 0,
+        ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, 64, 3072, False): {
             (1, 8192, 96): 0,
         },
-        ((2, 256), (2, 256), (2, 256), None, (2, 256), (2, 256, 256), (2, 256, 256), None, None, 64, False): {
-            (8, 2048, 32): 0,
+        ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, 64, 3072, True): {
+            (1, 8192, 96): 0,
         },
-        ((2, 64), (2, 64), (2, 64), None, (2, 64), (2, 64, 64), (2, 64, 64), None, None, 64, False): {
-            (8, 1024, 8): 1,
+        ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, 64, 2048, False): {
+            (2, 16384, 16): 0,
         },
-        ((2, 256), (2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), (2, 256, 256), None, None, 64, True): {
+        ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, 64, 2048, True): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, 64, 512, False): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, 64, 512, True): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), None, None, None, None, None, None, None, 64, 4096, False): {
+            (4, 4096, 64): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), None, None, None, None, None, None, None, 64, 4096, True): {
+            (4, 4096, 64): 0,
+        },
+        ((2, 256), (2, 256), (2, 256), None, None, None, None, None, None, None, 64, 2048, False): {
             (8, 2048, 32): 1,
         },
-        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), (2, 128, 128), (2, 128, 128), None, None, 64, True): {
-            (4, 4096, 64): 1,
-            (2, 16384, 16): 1,
-            (1, 8192, 96): 1,
-            (4, 2048, 16): 1,
+        ((2, 256), (2, 256), (2, 256), None, None, None, None, None, None, None, 64, 2048, True): {
+            (8, 2048, 32): 1,
         },
-        ((2, 64), (2, 64), (2, 64), (4,), (2, 64), (2, 64, 64), (2, 64, 64), None, None, 64, True): {
-            (8, 1024, 8): 1,
+        ((2, 64), (2, 64), (2, 64), None, None, (4, 64), (4,), None, None, None, 64, 256, False): {
+            (8, 1024, 8): 0,
+        },
+        ((2, 64), (2, 64), (2, 64), None, None, (4, 64), (4,), None, None, None, 64, 256, True): {
+            (8, 1024, 8): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, 3072, False): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, 3072, True): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, 2048, False): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, 2048, True): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, 512, False): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, 512, True): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, None, None, None, 64, 4096, False): {
+            (4, 4096, 64): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, None, None, None, 64, 4096, True): {
+            (4, 4096, 64): 0,
+        },
+        ((2, 256), (2, 256), (2, 256), (4,), None, None, None, None, None, None, 64, 2048, False): {
+            (8, 2048, 32): 1,
+        },
+        ((2, 256), (2, 256), (2, 256), (4,), None, None, None, None, None, None, 64, 2048, True): {
+            (8, 2048, 32): 1,
+        },
+        ((2, 64), (2, 64), (2, 64), (4,), None, (4, 64), (4,), None, None, None, 64, 256, False): {
+            (8, 1024, 8): 0,
+        },
+        ((2, 64), (2, 64), (2, 64), (4,), None, (4, 64), (4,), None, None, None, 64, 256, True): {
+            (8, 1024, 8): 0,
         },
     },
 }
 
-SCALAR_BWD_V_KERNEL = {
+SCALAR_BWD_Q_KERNEL = {
     "configs": [
-        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
-        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
+    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), None, (2, 128), (2, 128, 128), None, None, 64): {
-            (4, 4096, 64): 0,
+        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), None, (4, 128), (4,), None, 128, None, 64, 3072): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), None, (4, 128), (4,), None, 256, None, 64, 2048): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), None, (4, 128), (4,), None, 32, None, 64, 512): {
             (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), None, None, None, None, 64, None, 64, 4096): {
+            (4, 4096, 64): 0,
+        },
+        ((2, 256), (2, 256), (2, 256), (4,), (2, 256), None, None, None, None, 32, None, 64, 2048): {
+            (8, 2048, 32): 0,
+        },
+        ((2, 64), (2, 64), (2, 64), (4,), (2, 64), None, (4, 64), (4,), None, 16, None, 64, 256): {
+            (8, 1024, 8): 0,
+        },
+    },
+}
+
+SCALAR_BWD_K_KERNEL = {
+    "configs": [
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
+    "tuned": {
+        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), None, (4, 128), (4,), (2, 128, 128), None, None, 64, 3072): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), None, (4, 128), (4,), (2, 128, 128), None, None, 64, 2048): {
             (2, 16384, 16): 0,
-            (1, 8192, 96): 1,
         },
-        ((2, 256), (2, 256), None, (2, 256), (2, 256, 256), None, None, 64): {
-            (8, 2048, 32): 1,
+        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), None, (4, 128), (4,), (2, 128, 128), None, None, 64, 512): {
+            (4, 2048, 16): 0,
         },
-        ((2, 128), (2, 128), (4,), (2, 128), (2, 128, 128), None, None, 64): {
-            (4, 4096, 64): 1,
-            (4, 2048, 16): 1,
-            (2, 16384, 16): 0,
-            (1, 8192, 96): 1,
+        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), None, None, None, (2, 128, 128), None, None, 64, 4096): {
+            (4, 4096, 64): 0,
         },
-        ((2, 64), (2, 64), None, (2, 64), (2, 64, 64), None, None, 64): {
-            (8, 1024, 8): 2,
+        ((2, 256), (2, 256), (2, 256), (4,), (2, 256), None, None, None, (2, 256, 256), None, None, 64, 2048): {
+            (8, 2048, 32): 0,
         },
-        ((2, 64), (2, 64), (4,), (2, 64), (2, 64, 64), None, None, 64): {
-            (8, 1024, 8): 3,
-        },
-        ((2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), None, None, 64): {
-            (8, 2048, 32): 1,
+        ((2, 64), (2, 64), (2, 64), (4,), (2, 64), None, (4, 64), (4,), (2, 64, 64), None, None, 64, 256): {
+            (8, 1024, 8): 0,
         },
     },
 }
@@ -266,49 +260,33 @@ def _round_up(n):
     return 1 << max(n - 1, 0).bit_length()
 
 
-def key_scalar_fwd_o_kernel(*args):
-    return _pick(SCALAR_FWD_O_KERNEL, args)
+def key_scalar_segment_kernel(*args):
+    return _pick(SCALAR_SEGMENT_KERNEL, args)
 
 
-def autotune_scalar_fwd_o_kernel(*args):
-    return dict(SCALAR_FWD_O_KERNEL["configs"][_pick(SCALAR_FWD_O_KERNEL, args)])
+def autotune_scalar_segment_kernel(*args):
+    return dict(SCALAR_SEGMENT_KERNEL["configs"][_pick(SCALAR_SEGMENT_KERNEL, args)])
 
 
-def key_scalar_fwd_state_kernel(*args):
-    return _pick(SCALAR_FWD_STATE_KERNEL, args)
+def key_scalar_walk_kernel(*args):
+    return _pick(SCALAR_WALK_KERNEL, args)
 
 
-def autotune_scalar_fwd_state_kernel(*args):
-    return dict(SCALAR_FWD_STATE_KERNEL["configs"][_pick(SCALAR_FWD_STATE_KERNEL, args)])
+def autotune_scalar_walk_kernel(*args):
+    return dict(SCALAR_WALK_KERNEL["configs"][_pick(SCALAR_WALK_KERNEL, args)])
 
 
-def key_scalar_out_kernel(*args):
-    return _pick(SCALAR_OUT_KERNEL, args)
+def key_scalar_bwd_q_kernel(*args):
+    return _pick(SCALAR_BWD_Q_KERNEL, args)
 
 
-def autotune_scalar_out_kernel(*args):
-    return dict(SCALAR_OUT_KERNEL["configs"][_pick(SCALAR_OUT_KERNEL, args)])
+def autotune_scalar_bwd_q_kernel(*args):
+    return dict(SCALAR_BWD_Q_KERNEL["configs"][_pick(SCALAR_BWD_Q_KERNEL, args)])
 
 
-def key_scalar_bwd_state_kernel(*args):
-    return _pick(SCALAR_BWD_STATE_KERNEL, args)
+def key_scalar_bwd_k_kernel(*args):
+    return _pick(SCALAR_BWD_K_KERNEL, args)
 
 
-def autotune_scalar_bwd_state_kernel(*args):
-    return dict(SCALAR_BWD_STATE_KERNEL["configs"][_pick(SCALAR_BWD_STATE_KERNEL, args)])
-
-
-def key_scalar_bwd_qk_kernel(*args):
-    return _pick(SCALAR_BWD_QK_KERNEL, args)
-
-
-def autotune_scalar_bwd_qk_kernel(*args):
-    return dict(SCALAR_BWD_QK_KERNEL["configs"][_pick(SCALAR_BWD_QK_KERNEL, args)])
-
-
-def key_scalar_bwd_v_kernel(*args):
-    return _pick(SCALAR_BWD_V_KERNEL, args)
-
-
-def autotune_scalar_bwd_v_kernel(*args):
-    return dict(SCALAR_BWD_V_KERNEL["configs"][_pick(SCALAR_BWD_V_KERNEL, args)])
+def autotune_scalar_bwd_k_kernel(*args):
+    return dict(SCALAR_BWD_K_KERNEL["configs"][_pick(SCALAR_BWD_K_KERNEL, args)])

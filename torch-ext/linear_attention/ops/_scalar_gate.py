@@ -8,12 +8,14 @@ log2 gate summed from the chunk's begin, `gl` its value at the chunk's end, and 
 
 and backwards, with D the gradient of the state at the chunk's end:
 
-    D' = 2^gl D + scale sum_i q_i (2^gc_i do_i)^T
+    dv_j = 2^(gl - gc_j) D^T k_j + scale sum_{i>=j} 2^(gc_i - gc_j) (k_j . q_i) do_i
+    D'   = 2^gl D + scale sum_i q_i (2^gc_i do_i)^T
 
-The forward walks along each sequence with the state on chip and writes no state, or with a large K writes the states
-and takes all chunks at once.  The backward walks once each way to write S and D for every chunk; then all chunks are
-independent.  `g` is a natural logarithm of any strides (retention expands one value a head over all tokens); without a
-gate it is None.  `_gates.py` makes gc of it, for all kernels.
+One kernel walks along a sequence with S or D on chip, and gives o and every gradient: dq_i is o_i with do, v, k for
+q, k, v and S^T for S, dk_j is dv_j with v, do, q for k, q, do and D^T for D.  The gradient of a gate needs S and D of
+every chunk in one place; with it, states are written, and all chunks are independent for dq, dk and dg.
+`g` is a natural logarithm of any strides (retention expands one value a head over all tokens); without a gate it is
+None.  `_gates.py` makes gc of it, `_segments.py` says what a walk is along.
 """
 from __future__ import annotations
 
@@ -22,295 +24,257 @@ import torch
 
 from ._aot import kernel
 from ._gates import gate_cumsum_kernel
-from ._host import WALK_K, last_contiguous, over_values
-from ._sequences import Tables, all_chunks, chunk, chunk_count, sequence, sequence_count
+from ._host import last_contiguous, over_values
+from ._segments import segment, segment_count, segment_length, segment_table_kernel
+from ._sequences import Tables, chunk_count, sequence_count
 from ._tile import decay_tile
 
 
 @kernel(dot_precision="tf32x3")
-def scalar_fwd_o_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, h0: torch.Tensor | None,
-    sequences: torch.Tensor | None, scale: float, C: hl.constexpr,
+def scalar_segment_kernel(
+    y: torch.Tensor, z: torch.Tensor, gc: torch.Tensor | None, segments: torch.Tensor | None, scale: float,
+    C: hl.constexpr, L: int, backwards: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o = scale (2^gc q S + (q k^T . decay) v);  S <- 2^gl S + k^T (2^(gl - gc) v).
+    """What each segment but the last of a walk adds to the state: S <- 2^gl S + y^T (2^(gl - gc) z), from zero.
 
-    q, k [B,T,H,K], v [B,T,H,V], gc fp32 [B,T,H], h0 [N,H,K,V] -> o [B,T,H,V], ht fp32 [N,H,K,V].
-    One program a sequence, head and V tile.
+    Backwards, chunks in reverse, 2^gc scale for 2^(gl - gc).  y [B,T,H,K], z [B,T,H,V], gc fp32 [B,T,H]
+    -> S fp32 [NS,H,K,V], and the segment's log2 gate fp32 [NS,H].  One program a segment, head, K tile and V tile.
     """
-    B, T, H, K = q.size()
-    K, V = hl.specialize((K, v.size(3)))
-    N = sequence_count(sequences, B)
-    o = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
-    ht = torch.empty([N, H, K, V], dtype=torch.float32, device=v.device)
+    B, T, H, K = y.size()
+    K, V = hl.specialize((K, z.size(3)))
+    NS = segment_count(segments, L, T, B)
+    S = torch.empty([NS, H, K, V], dtype=torch.float32, device=y.device)
+    gs = torch.empty([NS, H], dtype=torch.float32, device=y.device)
+    BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_nh, tile_v in hl.tile([N * H, V], block_size=[1, BV]):
-        i_n = tile_nh.begin // H
-        i_h = tile_nh.begin % H
-        i_b, first, count, begin, end, fill = sequence(sequences, i_n, C, T)
-        if h0 is None:
-            b_S = hl.zeros([K, tile_v], dtype=torch.float32)
+    for tile_sh, tile_k, tile_v in hl.tile([NS * H, K, V], block_size=[1, BK, BV]):
+        i_s = tile_sh.begin // H
+        i_h = tile_sh.begin % H
+        i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
+        last = first if backwards else stop - 1
+        if i_s != last:
+            b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
+            b_gs = hl.zeros([1], dtype=torch.float32)
+            for i_r in hl.grid(count):
+                i_c = count - 1 - i_r if backwards else i_r
+                i_t = hl.arange(C) + i_c * C + begin
+                live = (i_t < end)[:, None]
+                b_y = hl.load(y, [i_b, i_t, i_h, tile_k], extra_mask=live)
+                b_z = hl.load(z, [i_b, i_t, i_h, tile_v], extra_mask=live)
+                if gc is not None:
+                    b_gl = gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h]
+                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
+                    b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
+                    b_z = (b_z.to(torch.float32) * b_f[:, None]).to(z.dtype)
+                    b_S = b_S * torch.exp2(b_gl)
+                    b_gs = b_gs + b_gl
+                elif backwards:
+                    b_z = (b_z.to(torch.float32) * scale).to(z.dtype)
+                b_S = hl.dot(b_y.transpose(0, 1), b_z, acc=b_S)
+            S[i_s, i_h, tile_k, tile_v] = b_S
+            gs[i_s, i_h] = torch.sum(b_gs, 0)
+    return S, gs
+
+
+@kernel(dot_precision="tf32x3")
+def scalar_walk_kernel(
+    x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, gc: torch.Tensor | None, s0: torch.Tensor | None,
+    S: torch.Tensor | None, gs: torch.Tensor | None, sequences: torch.Tensor | None, segments: torch.Tensor | None,
+    scale: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o = scale (2^gc x S + (x y^T . decay) z), lower triangular, with S <- 2^gl S + y^T (2^(gl - gc) z) from s0 on.
+
+    Backwards, chunks in reverse: o = 2^(gl - gc) x S + scale (x y^T . decay) z, upper triangular, with
+    S <- 2^gl S + scale y^T (2^gc z).
+
+    x, y [B,T,H,K], z [B,T,H,V], gc fp32 [B,T,H], s0 [N,H,K,V], S and gs as of scalar_segment_kernel, needed where a
+    sequence has several segments -> o as z, the state after the walk fp32 [N,H,K,V].
+    One program a segment, head and V tile.  The state lies transposed: so its product takes it from registers.
+    """
+    B, T, H, K = x.size()
+    K, V = hl.specialize((K, z.size(3)))
+    NS = segment_count(segments, L, T, B)
+    N = sequence_count(sequences, B)
+    o = torch.empty([B, T, H, V], dtype=z.dtype, device=z.device)
+    s1 = torch.empty([N, H, K, V], dtype=torch.float32, device=z.device)
+    BV = hl.register_block_size(16, V)
+    for tile_sh, tile_v in hl.tile([NS * H, V], block_size=[1, BV]):
+        i_s = tile_sh.begin // H
+        i_h = tile_sh.begin % H
+        i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
+        last = first if backwards else stop - 1
+        if s0 is None:
+            b_S = hl.zeros([tile_v, K], dtype=torch.float32)
         else:
-            b_S = h0[i_n, i_h, :, tile_v].to(torch.float32)
-        for i_c in hl.grid(count):
+            b_S = s0[i_n, i_h, :, tile_v].to(torch.float32).transpose(0, 1)
+        if S is not None:
+            for i_r in hl.grid(stop - 1 - i_s if backwards else i_s - first):
+                i_p = stop - 1 - i_r if backwards else first + i_r
+                if gc is not None:
+                    b_S = b_S * torch.exp2(gs[i_p, i_h])
+                b_S = b_S + S[i_p, i_h, :, tile_v].transpose(0, 1)
+        for i_r in hl.grid(count):
+            i_c = count - 1 - i_r if backwards else i_r
             idx = hl.arange(C)
             i_t = idx + i_c * C + begin
             i_k = hl.arange(K)
             live = (i_t < end)[:, None]
-            b_q = hl.load(q, [i_b, i_t, i_h, i_k], extra_mask=live)
-            b_k = hl.load(k, [i_b, i_t, i_h, i_k], extra_mask=live)
-            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            lower = idx[:, None] >= idx[None, :]
-            b_a = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
-            b_o = hl.dot(b_q, b_S.to(b_q.dtype), out_dtype=torch.float32)
-            if gc is None:
-                b_a = torch.where(lower, b_a, 0.0)
-            else:
+            if gc is not None:  # before the products, whose time hides the load's
                 b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
                 b_gl = gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h]
-                b_a = b_a * decay_tile(b_gc, lower)
-                b_o = b_o * torch.exp2(b_gc)[:, None]
-                b_S = b_S * torch.exp2(b_gl)
-            b_o = hl.dot(b_a.to(b_v.dtype), b_v, acc=b_o)
-            hl.store(o, [i_b, i_t, i_h, tile_v], (b_o * scale).to(o.dtype), extra_mask=(i_t < fill)[:, None])
+            b_x = hl.load(x, [i_b, i_t, i_h, i_k], extra_mask=live)
+            b_y = hl.load(y, [i_b, i_t, i_h, i_k], extra_mask=live)
+            b_z = hl.load(z, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
+            b_o = hl.dot(b_S.to(x.dtype), b_x.transpose(0, 1), out_dtype=torch.float32)
+            b_a = hl.dot(b_y, b_x.transpose(0, 1), out_dtype=torch.float32)
+            pairs = idx[:, None] >= idx[None, :] if backwards else idx[:, None] <= idx[None, :]
+            b_w = b_z
             if gc is not None:
-                b_v = (b_v.to(torch.float32) * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]).to(v.dtype)
-            b_S = hl.dot(b_k.transpose(0, 1), b_v, acc=b_S)
-        ht[i_n, i_h, :, tile_v] = b_S
-    return o, ht
+                b_ahead = torch.exp2(b_gc)
+                b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
+                if backwards:
+                    b_a = b_a * decay_tile(b_gc, pairs)
+                    b_o = b_o * b_rest[None, :]
+                    b_w = (b_z.to(torch.float32) * (b_ahead * scale)[None, :]).to(z.dtype)
+                else:
+                    b_a = b_a * decay_tile(-b_gc, pairs)
+                    b_o = b_o * b_ahead[None, :]
+                    b_w = (b_z.to(torch.float32) * b_rest[None, :]).to(z.dtype)
+                b_S = b_S * torch.exp2(b_gl)
+            else:
+                b_a = torch.where(pairs, b_a, 0.0)
+                if backwards:
+                    b_w = (b_z.to(torch.float32) * scale).to(z.dtype)
+            if backwards:
+                b_o = hl.dot(b_z, (b_a * scale).to(z.dtype), acc=b_o)
+            else:
+                b_o = hl.dot(b_z, b_a.to(z.dtype), acc=b_o) * scale
+            hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
+            b_S = hl.dot(b_w, b_y, acc=b_S)
+        if i_s == last:
+            s1[i_n, i_h, :, tile_v] = b_S.transpose(0, 1)
+    return o, s1
 
 
 @kernel(dot_precision="tf32x3")
-def scalar_fwd_state_kernel(
-    k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, h0: torch.Tensor | None,
-    sequences: torch.Tensor | None, C: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """S <- 2^gl S + k^T (2^(gl - gc) v), written before each chunk, and the final state.
+def scalar_bwd_q_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, h0: torch.Tensor | None,
+    S: torch.Tensor | None, gs: torch.Tensor | None, segments: torch.Tensor | None, NT: int, scale: float,
+    C: hl.constexpr, L: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq_i = scale (2^gc_i S do_i + sum_{j<=i} decay_ij (do_i . v_j) k_j), as scalar_walk_kernel gives it.
 
-    k [B,T,H,K], v [B,T,H,V], gc fp32 [B,T,H], h0 [N,H,K,V] -> S [B,NT,H,K,V] in k's dtype,
-    ht fp32 [N,H,K,V].  One program a sequence, head, K tile and V tile.
+    And the first two of what, with x_i the term of dq_i through S and y_j that of dk_j through D, adds up to
+    dg_t = sum_{i>=t>j} scale decay_ij (q_i . k_j) (do_i . v_j) + sum_{i>=t} q_i . x_i + sum_{j<t} k_j . y_j
+           + 2^gl sum(S . D).
+
+    q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,T,H], h0 [N,H,K,V], S [NS,H,K,V] and gs of scalar_segment_kernel or None
+    -> dq as q, dg fp32 [NK,B,T,H], a K tile each, and the states before each chunk, [B,NT,H,K,V] in q's dtype.
+    One program a segment, head and K tile.
+    """
+    B, T, H, K = q.size()
+    K, V = hl.specialize((K, v.size(3)))
+    NS = segment_count(segments, L, T, B)
+    BK = hl.register_block_size(16, K)
+    dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    dg = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=q.device)
+    states = torch.empty([B, NT, H, K, V], dtype=q.dtype, device=q.device)
+    for tile_sh, tile_k in hl.tile([NS * H, K], block_size=[1, BK]):
+        i_s = tile_sh.begin // H
+        i_h = tile_sh.begin % H
+        i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
+        if h0 is None:
+            b_S = hl.zeros([tile_k, V], dtype=torch.float32)
+        else:
+            b_S = h0[i_n, i_h, tile_k, :].to(torch.float32)
+        if S is not None:
+            for i_r in hl.grid(i_s - first):
+                b_S = b_S * torch.exp2(gs[first + i_r, i_h]) + S[first + i_r, i_h, tile_k, :]
+        for i_c in hl.grid(count):
+            idx = hl.arange(C)
+            i_t = idx + i_c * C + begin
+            i_v = hl.arange(V)
+            live = (i_t < end)[:, None]
+            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
+            b_gl = gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h]
+            b_do = hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=live)
+            b_v = hl.load(v, [i_b, i_t, i_h, i_v], extra_mask=live)
+            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1)
+            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1)
+            b_s = b_S.to(q.dtype)
+            states[i_b, i_first + i_c, i_h, tile_k, :] = b_s
+            b_x = hl.dot(b_s, b_do.transpose(0, 1), out_dtype=torch.float32) * torch.exp2(b_gc)[None, :]
+            b_p = hl.dot(b_v, b_do.transpose(0, 1), out_dtype=torch.float32)
+            b_p = b_p * decay_tile(-b_gc, idx[:, None] <= idx[None, :])
+            b_w = hl.dot(b_k.transpose(0, 1), b_q, out_dtype=torch.float32)
+            b_w = torch.where(idx[:, None] < idx[None, :], b_w * b_p, 0.0)
+            b_e = torch.sum(b_x * b_q.to(torch.float32), 0) + (torch.sum(b_w, 0) - torch.sum(b_w, 1))
+            b_g = torch.sum(torch.where(idx[:, None] <= idx[None, :], b_e[None, :], 0.0), 1) * scale
+            b_g = torch.where(i_t < end, b_g, 0.0)
+            hl.store(dg, [tile_k.begin // BK, i_b, i_t, i_h], b_g, extra_mask=i_t < fill)
+            b_x = hl.dot(b_k, b_p.to(q.dtype), acc=b_x) * scale
+            hl.store(dq, [i_b, i_t, i_h, tile_k], b_x.to(dq.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
+            b_w = b_k.to(torch.float32) * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[None, :]
+            b_S = hl.dot(b_w.to(k.dtype), b_v, acc=b_S * torch.exp2(b_gl))
+    return dq, dg, states
+
+
+@kernel(dot_precision="tf32x3")
+def scalar_bwd_k_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, dht: torch.Tensor | None,
+    D: torch.Tensor | None, gd: torch.Tensor | None, states: torch.Tensor, segments: torch.Tensor | None, scale: float,
+    C: hl.constexpr, L: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk_j = 2^(gl - gc_j) D v_j + scale sum_{i>=j} decay_ij (do_i . v_j) q_i, as scalar_walk_kernel gives it, and the
+    last two terms of dg, see scalar_bwd_q_kernel.
+
+    Arguments as there, dht for h0, D and gd for S and gs -> dk as k, dg fp32 [NK,B,T,H], a K tile each.
+    One program a segment, head and K tile.
     """
     B, T, H, K = k.size()
     K, V = hl.specialize((K, v.size(3)))
-    N = sequence_count(sequences, B)
-    S = torch.empty([B, all_chunks(sequences, C, T), H, K, V], dtype=k.dtype, device=k.device)
-    ht = torch.empty([N, H, K, V], dtype=torch.float32, device=k.device)
+    NS = segment_count(segments, L, T, B)
     BK = hl.register_block_size(16, K)
-    BV = hl.register_block_size(16, V)
-    for tile_nh, tile_k, tile_v in hl.tile([N * H, K, V], block_size=[1, BK, BV]):
-        i_n = tile_nh.begin // H
-        i_h = tile_nh.begin % H
-        i_b, first, count, begin, end, fill = sequence(sequences, i_n, C, T)
-        if h0 is None:
-            b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
-        else:
-            b_S = h0[i_n, i_h, tile_k, tile_v].to(torch.float32)
-        for i_c in hl.grid(count):
-            S[i_b, first + i_c, i_h, tile_k, tile_v] = b_S.to(S.dtype)
-            i_t = hl.arange(C) + i_c * C + begin
-            live = (i_t < end)[:, None]
-            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
-            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            if gc is not None:
-                b_gl = gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h]
-                b_S = b_S * torch.exp2(b_gl)
-                b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
-                b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
-                b_v = (b_v.to(torch.float32) * b_rest[:, None]).to(v.dtype)
-            b_S = hl.dot(b_k.transpose(0, 1), b_v, acc=b_S)
-        ht[i_n, i_h, tile_k, tile_v] = b_S
-    return S, ht
-
-
-@kernel(dot_precision="tf32x3")
-def scalar_out_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, S: torch.Tensor,
-    chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
-) -> torch.Tensor:
-    """o = scale (2^gc q S + (q k^T . decay) v) from the states.
-
-    q, k [B,T,H,K], v [B,T,H,V], gc fp32 [B,T,H], S [B,NT,H,K,V] -> o as v.  One program a head, chunk and V tile.
-    """
-    B, T, H, K = q.size()
-    K, V = hl.specialize((K, v.size(3)))
-    o = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
-    BK = hl.register_block_size(16, K)
-    BV = hl.register_block_size(16, V)
-    for tile_bh, tile_c, tile_v in hl.tile([B * H, chunk_count(chunks, C, T), V], block_size=[1, 1, BV]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
-        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
-        idx = hl.arange(C)
-        i_t = idx + begin
-        live = (i_t < end)[:, None]
-        b_a = hl.zeros([C, C], dtype=torch.float32)
-        b_o = hl.zeros([C, tile_v], dtype=torch.float32)
-        for tile_k in hl.tile(K, block_size=BK):
-            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
-            b_a = hl.dot(b_q, hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1), acc=b_a)
-            b_o = hl.dot(b_q, S[i_b, tile_c.begin, i_h, tile_k, tile_v], acc=b_o)
-        lower = idx[:, None] >= idx[None, :]
-        if gc is None:
-            b_a = torch.where(lower, b_a, 0.0)
-        else:
-            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
-            b_a = b_a * decay_tile(b_gc, lower)
-            b_o = b_o * torch.exp2(b_gc)[:, None]
-        b_o = hl.dot(b_a.to(v.dtype), hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live), acc=b_o)
-        hl.store(o, [i_b, i_t, i_h, tile_v], (b_o * scale).to(o.dtype), extra_mask=(i_t < fill)[:, None])
-    return o
-
-
-@kernel(dot_precision="tf32x3")
-def scalar_bwd_state_kernel(
-    q: torch.Tensor, do: torch.Tensor, gc: torch.Tensor | None, dht: torch.Tensor | None,
-    sequences: torch.Tensor | None, scale: float, C: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """D <- 2^gl D + q^T (scale 2^gc do), chunks in reverse, written before each.
-
-    q [B,T,H,K], do [B,T,H,V], gc fp32 [B,T,H], dht [N,H,K,V] -> D [B,NT,H,K,V] in q's dtype,
-    dh0 fp32 [N,H,K,V].  One program a sequence, head, K tile and V tile.
-    """
-    B, T, H, K = q.size()
-    K, V = hl.specialize((K, do.size(3)))
-    N = sequence_count(sequences, B)
-    D = torch.empty([B, all_chunks(sequences, C, T), H, K, V], dtype=q.dtype, device=q.device)
-    dh0 = torch.empty([N, H, K, V], dtype=torch.float32, device=q.device)
-    BK = hl.register_block_size(16, K)
-    BV = hl.register_block_size(16, V)
-    for tile_nh, tile_k, tile_v in hl.tile([N * H, K, V], block_size=[1, BK, BV]):
-        i_n = tile_nh.begin // H
-        i_h = tile_nh.begin % H
-        i_b, first, count, begin, end, fill = sequence(sequences, i_n, C, T)
+    dk = torch.empty([B, T, H, K], dtype=k.dtype, device=k.device)
+    dg = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=k.device)
+    for tile_sh, tile_k in hl.tile([NS * H, K], block_size=[1, BK]):
+        i_s = tile_sh.begin // H
+        i_h = tile_sh.begin % H
+        i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
         if dht is None:
-            b_D = hl.zeros([tile_k, tile_v], dtype=torch.float32)
+            b_D = hl.zeros([tile_k, V], dtype=torch.float32)
         else:
-            b_D = dht[i_n, i_h, tile_k, tile_v].to(torch.float32)
+            b_D = dht[i_n, i_h, tile_k, :].to(torch.float32)
+        if D is not None:
+            for i_r in hl.grid(stop - 1 - i_s):
+                b_D = b_D * torch.exp2(gd[stop - 1 - i_r, i_h]) + D[stop - 1 - i_r, i_h, tile_k, :]
         for i_r in hl.grid(count):
             i_c = count - 1 - i_r
-            D[i_b, first + i_c, i_h, tile_k, tile_v] = b_D.to(D.dtype)
-            i_t = hl.arange(C) + i_c * C + begin
+            idx = hl.arange(C)
+            i_t = idx + i_c * C + begin
+            i_v = hl.arange(V)
             live = (i_t < end)[:, None]
-            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
-            b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live).to(torch.float32) * scale
-            if gc is not None:
-                b_do = b_do * torch.exp2(hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h]))[:, None]
-                b_D = b_D * torch.exp2(gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h])
-            b_D = hl.dot(b_q.transpose(0, 1), b_do.to(q.dtype), acc=b_D)
-        dh0[i_n, i_h, tile_k, tile_v] = b_D
-    return D, dh0
-
-
-@kernel(dot_precision="tf32x3")
-def scalar_bwd_qk_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, do: torch.Tensor, S: torch.Tensor,
-    D: torch.Tensor, chunks: torch.Tensor | None, scale: float, C: hl.constexpr, with_dg: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With P = scale (do v^T . decay), lower triangular:
-
-        dq = scale 2^gc do S^T + P k      dk = 2^(gl - gc) v D^T + P^T q
-        dg_t = sum_{i >= t > j} P_ij q_i . k_j + sum_{i >= t} x_i + sum_{j < t} y_j + 2^gl sum(S . D)
-
-    where x_i = q_i . dq_i and y_j = k_j . dk_j hold the terms through S and D alone.
-
-    q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,T,H], S, D [B,NT,H,K,V] -> dq, dk as q, k, dg fp32
-    [NK,B,T,H], a K tile each (written only with_dg, which takes a gate).  One program a head, chunk and K tile.
-    """
-    B, T, H, K = q.size()
-    K, V = hl.specialize((K, v.size(3)))
-    BK = hl.register_block_size(16, K)
-    BV = hl.register_block_size(16, V)
-    dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    dk = torch.empty([B, T, H, K], dtype=k.dtype, device=q.device)
-    dg = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=q.device)
-    for tile_bh, tile_c, tile_k in hl.tile([B * H, chunk_count(chunks, C, T), K], block_size=[1, 1, BK]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
-        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
-        idx = hl.arange(C)
-        i_t = idx + begin
-        live = (i_t < end)[:, None]
-        written = (i_t < fill)[:, None]
-        b_p = hl.zeros([C, C], dtype=torch.float32)
-        b_dq = hl.zeros([C, tile_k], dtype=torch.float32)
-        b_dk = hl.zeros([C, tile_k], dtype=torch.float32)
-        b_SD = hl.zeros([tile_k], dtype=torch.float32)
-        for tile_v in hl.tile(V, block_size=BV):
-            b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            b_S = S[i_b, tile_c.begin, i_h, tile_k, tile_v]
-            b_D = D[i_b, tile_c.begin, i_h, tile_k, tile_v]
-            b_p = hl.dot(b_do, b_v.transpose(0, 1), acc=b_p)
-            b_dq = hl.dot(b_do, b_S.transpose(0, 1), acc=b_dq)
-            b_dk = hl.dot(b_v, b_D.transpose(0, 1), acc=b_dk)
-            if with_dg:
-                b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
-        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
-        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
-        lower = idx[:, None] >= idx[None, :]
-        b_p = torch.where(lower, b_p * scale, 0.0)
-        b_dq = b_dq * scale
-        if gc is not None:
             b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
-            b_gl = gc[i_b, min(begin + C, fill) - 1, i_h]
-            b_p = b_p * decay_tile(b_gc, lower)
-            b_dq = b_dq * torch.exp2(b_gc)[:, None]
-            b_dk = b_dk * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
-        if with_dg:
-            b_x = torch.sum(b_dq * b_q.to(torch.float32), 1)
-            b_y = torch.sum(b_dk * b_k.to(torch.float32), 1)
-            strict = idx[:, None] > idx[None, :]
-            b_w = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
-            b_w = torch.where(strict, b_w * b_p, 0.0)
-            b_x = b_x + (torch.sum(b_w, 1) - torch.sum(b_w, 0))
-            upper = idx[:, None] <= idx[None, :]
-            b_dg = torch.sum(torch.where(upper, b_x[None, :], b_y[None, :]), 1)
-            b_dg = torch.where(i_t < end, b_dg + torch.sum(b_SD, 0) * torch.exp2(b_gl), 0.0)
-            hl.store(dg, [tile_k.begin // BK, i_b, i_t, i_h], b_dg, extra_mask=i_t < fill)
-        b_p = b_p.to(q.dtype)
-        hl.store(dq, [i_b, i_t, i_h, tile_k], hl.dot(b_p, b_k, acc=b_dq).to(dq.dtype), extra_mask=written)
-        b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
-        hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=written)
-    return dq, dk, dg
-
-
-@kernel(dot_precision="tf32x3")
-def scalar_bwd_v_kernel(
-    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor | None, do: torch.Tensor, D: torch.Tensor,
-    chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
-) -> torch.Tensor:
-    """dv = 2^(gl - gc) k D + A^T do with A = scale (q k^T . decay), lower triangular.
-
-    q, k [B,T,H,K], gc fp32 [B,T,H], do [B,T,H,V], D [B,NT,H,K,V] -> dv as do.
-    One program a head, chunk and V tile.
-    """
-    B, T, H, K = q.size()
-    K, V = hl.specialize((K, do.size(3)))
-    dv = torch.empty([B, T, H, V], dtype=do.dtype, device=q.device)
-    BK = hl.register_block_size(16, K)
-    BV = hl.register_block_size(16, V)
-    for tile_bh, tile_c, tile_v in hl.tile([B * H, chunk_count(chunks, C, T), V], block_size=[1, 1, BV]):
-        i_b = tile_bh.begin // H
-        i_h = tile_bh.begin % H
-        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
-        idx = hl.arange(C)
-        i_t = idx + begin
-        live = (i_t < end)[:, None]
-        b_a = hl.zeros([C, C], dtype=torch.float32)
-        b_dv = hl.zeros([C, tile_v], dtype=torch.float32)
-        for tile_k in hl.tile(K, block_size=BK):
-            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
-            b_a = hl.dot(b_k, hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1), acc=b_a)
-            b_dv = hl.dot(b_k, D[i_b, tile_c.begin, i_h, tile_k, tile_v], acc=b_dv)
-        upper = idx[:, None] <= idx[None, :]
-        b_a = torch.where(upper, b_a * scale, 0.0)
-        if gc is not None:
-            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
-            b_gl = gc[i_b, min(begin + C, fill) - 1, i_h]
-            b_a = b_a * decay_tile(-b_gc, upper)
-            b_dv = b_dv * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
-        b_dv = hl.dot(b_a.to(do.dtype), hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), acc=b_dv)
-        hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=(i_t < fill)[:, None])
-    return dv
+            b_gl = gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h]
+            b_S = states[i_b, i_first + i_c, i_h, tile_k, :]
+            b_m = torch.sum(torch.sum(b_D * b_S.to(torch.float32), 1), 0) * torch.exp2(b_gl)
+            b_do = hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=live)
+            b_v = hl.load(v, [i_b, i_t, i_h, i_v], extra_mask=live)
+            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1).to(torch.float32)
+            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1)
+            b_y = hl.dot(b_D.to(k.dtype), b_v.transpose(0, 1), out_dtype=torch.float32)
+            b_y = b_y * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[None, :]
+            b_p = hl.dot(b_do, b_v.transpose(0, 1), out_dtype=torch.float32)
+            b_p = b_p * decay_tile(b_gc, idx[:, None] >= idx[None, :])
+            b_e = torch.sum(b_k * b_y, 0)
+            b_g = b_m + torch.sum(torch.where(idx[:, None] > idx[None, :], b_e[None, :], 0.0), 1)
+            b_g = torch.where(i_t < end, b_g, 0.0)
+            hl.store(dg, [tile_k.begin // BK, i_b, i_t, i_h], b_g, extra_mask=i_t < fill)
+            b_x = hl.dot(b_q, (b_p * scale).to(q.dtype), acc=b_y)
+            hl.store(dk, [i_b, i_t, i_h, tile_k], b_x.to(dk.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
+            b_w = b_q.to(torch.float32) * (torch.exp2(b_gc) * scale)[None, :]
+            b_D = hl.dot(b_w.to(q.dtype), b_do, acc=b_D * torch.exp2(b_gl))
+    return dk, dg
 
 
 def _chunk(q: torch.Tensor) -> int:
@@ -318,59 +282,73 @@ def _chunk(q: torch.Tensor) -> int:
     return 32 if q.dtype == torch.float32 else 64
 
 
-def _gate_sums(g: torch.Tensor | None, q: torch.Tensor, tables: Tables) -> torch.Tensor | None:
-    """gc fp32 [B,T,H], or None without a gate."""
-    return None if g is None else gate_cumsum_kernel(g, tables.chunks, _chunk(q))[0]
+def _segments(q: torch.Tensor, v: torch.Tensor, tables: Tables) -> tuple[torch.Tensor | None, int]:
+    """The table of segments, None in a batch of equal rows, and their length."""
+    B, T, H, V = v.shape
+    C = _chunk(q)
+    L = segment_length(B * T, H * -(-V // 64), T, C)
+    return None if tables.sequences is None else segment_table_kernel(tables.sequences, T, C, L), L
 
 
 def scalar_gate_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, scale: float,
     tables: Tables,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B,T,H,V] in v's dtype and ht fp32 [N,H,K,V]."""
-    C = _chunk(q)
-    gc = _gate_sums(g, q, tables)
-    if q.size(-1) <= WALK_K:
-        return scalar_fwd_o_kernel(q, k, v, gc, h0, tables.sequences, scale, C)
-    S, ht = scalar_fwd_state_kernel(k, v, gc, h0, tables.sequences, C)
-    return scalar_out_kernel(q, k, v, gc, S, tables.chunks, scale, C), ht
+) -> tuple[torch.Tensor, ...]:
+    """o [B,T,H,V] in v's dtype, ht fp32 [N,H,K,V], and for the backward gc, the segments' states and gates (each may be
+    None) and their table.
+    """
+    C, sequences = _chunk(q), tables.sequences
+    gc = None if g is None else gate_cumsum_kernel(g, tables.chunks, C)[0]
+    segments, L = _segments(q, v, tables)
+    S, gs = (None, None) if L >= q.size(1) else scalar_segment_kernel(k, v, gc, segments, 1.0, C, L, False)
+    o, ht = scalar_walk_kernel(q, k, v, gc, h0, S, gs, sequences, segments, scale, C, L, False)
+    return o, ht, gc, S, gs, segments
 
 
 def scalar_gate_bwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, scale: float,
-    tables: Tables, do: torch.Tensor, dht: torch.Tensor | None, with_dg: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, h0: torch.Tensor | None, gc: torch.Tensor | None,
+    S: torch.Tensor | None, gs: torch.Tensor | None, segments: torch.Tensor | None, scale: float, tables: Tables,
+    do: torch.Tensor, dht: torch.Tensor | None, with_dg: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """dq, dk, dv in q's dtype, dg in g's (None unless with_dg), dh0 fp32 [N,H,K,V]."""
-    C = _chunk(q)
-    gc = _gate_sums(g, q, tables)
-    S, _ = scalar_fwd_state_kernel(k, v, gc, h0, tables.sequences, C)
-    D, dh0 = scalar_bwd_state_kernel(q, do, gc, dht, tables.sequences, scale, C)
-    dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, tables.chunks, scale, C, with_dg)
-    dv = scalar_bwd_v_kernel(q, k, gc, do, D, tables.chunks, scale, C)
-    return dq, dk, dv, dg.sum(0).to(g.dtype) if with_dg else None, dh0
+    """dq, dk, dv in q's dtype, dg fp32 [B,T,H] (None unless with_dg), dh0 fp32 [N,H,K,V]."""
+    C, (sequences, chunks) = _chunk(q), tables
+    L = _segments(q, v, Tables())[1]
+    D, gd = (None, None) if L >= q.size(1) else scalar_segment_kernel(q, do, gc, segments, scale, C, L, True)
+    dv, dh0 = scalar_walk_kernel(k, q, do, gc, dht, D, gd, sequences, segments, scale, C, L, True)
+    if with_dg:
+        NT = chunk_count(chunks, C, q.size(1))
+        dq, dg, states = scalar_bwd_q_kernel(q, k, v, gc, do, h0, S, gs, segments, NT, scale, C, L)
+        dk, more = scalar_bwd_k_kernel(q, k, v, gc, do, dht, D, gd, states, segments, scale, C, L)
+        return dq, dk, dv, dg.sum(0) + more.sum(0), dh0
+    h0, S, dht, D = (x if x is None else x.mT for x in (h0, S, dht, D))
+    dq, _ = scalar_walk_kernel(do, v, k, gc, h0, S, gs, sequences, segments, scale, C, L, False)
+    dk, _ = scalar_walk_kernel(v, do, q, gc, dht, D, gd, sequences, segments, scale, C, L, True)
+    return dq, dk, dv, None, dh0
 
 
 class _ScalarGate(torch.autograd.Function):
-    """(q, k, v, g or None, h0 or None, scale, tables) -> o, ht.  Saves its inputs and recomputes the states."""
+    """(q, k, v, g or None, h0 or None, scale, tables) -> o, ht.  Saves its inputs and what is small beside them."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, h0, scale, tables):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, h0, *tables)
-        ctx.scale = scale
-        return scalar_gate_fwd(q, k, v, g, h0, scale, tables)
+        o, ht, *small = scalar_gate_fwd(q, k, v, g, h0, scale, tables)
+        ctx.save_for_backward(q, k, v, h0, *small, *tables)
+        ctx.scale, ctx.gate = scale, None if g is None else g.dtype
+        return o, ht
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dht):
-        q, k, v, g, h0, *tables = ctx.saved_tensors
+        q, k, v, h0, gc, S, gs, segments, *tables = ctx.saved_tensors
         if do is None and dht is None:
             return (None,) * 7
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
         dq, dk, dv, dg, dh0 = scalar_gate_bwd(
-            q, k, v, g, h0, ctx.scale, Tables(*tables), do, last_contiguous(dht), ctx.needs_input_grad[3])
-        dh0 = dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None
-        return dq, dk, dv, dg, dh0, None, None
+            q, k, v, h0, gc, S, gs, segments, ctx.scale, Tables(*tables), do, last_contiguous(dht),
+            ctx.needs_input_grad[3])
+        dg = None if dg is None else dg.to(ctx.gate)
+        return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None, None
 
 
 def scalar_gate(

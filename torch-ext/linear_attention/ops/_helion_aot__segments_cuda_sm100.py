@@ -1,0 +1,79 @@
+"""Configs of the kernels of _segments.py for sm100 (derived, not measured).
+
+Rendered by tools/render_configs.py from configs/: edit those, not this file.
+"""
+import math
+
+import torch
+
+CAPABILITY = (10, 0)
+
+SEGMENT_TABLE_KERNEL = {
+    "configs": [
+        {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "tuned": {
+        ((4,), 8192, 64, 2048): {
+            (8, 5, 1): 0,
+        },
+    },
+}
+
+
+def _pick(kernel, args):
+    """The number of the config for a call: its tuned shape, else the nearest legal one, else the safe default.
+
+    A call is its size (sizes 0 to 2 of the first tensor: batch, tokens, heads; 1 where it has fewer) and its form (for
+    each argument the item size and the widths of a tensor, an integer, or None).  A tuned form is legal for a call if
+    nothing of the call's is wider or larger: then what fitted in shared memory still does.
+    """
+    size = (*args[0].shape, 1, 1)[:3]
+    form = [(x.element_size(), *x.shape[3:]) if isinstance(x, torch.Tensor) else x if isinstance(x, int) else None
+            for x in args]
+    best = None
+    if torch.cuda.get_device_capability(args[0].device) == CAPABILITY:
+        for tuned_form, sizes in kernel["tuned"].items():
+            far = _distance(form, tuned_form)
+            for tuned_size, number in sizes.items() if far is not None else ():
+                rows = math.log2(max(size[0] * size[2], 1) / (tuned_size[0] * tuned_size[2]))
+                rank = (*far, abs(rows) + abs(math.log2(max(size[1], 1) / tuned_size[1])) / 8)
+                if best is None or rank < best[0]:
+                    best = rank, number
+    if best is not None:
+        return best[1]
+    row = form[0][0] * max((_round_up(n) for x in form if isinstance(x, tuple) for n in x[1:]), default=1)
+    return next(number for limit, number in kernel["safe"].items() if row <= limit)
+
+
+def _distance(form, tuned):
+    """How far a call's form is from a tuned one: (widths, other differences), or None where the config may not fit.
+
+    An integer of at least 16 is a chunk's length and sizes tiles; smaller ones do not, and a vector's items do not.
+    """
+    width = other = 0
+    for x, y in zip(form, tuned):
+        if isinstance(x, tuple) and isinstance(y, tuple):
+            if len(x) > 1 and x[0] > y[0] or any(_round_up(a) > _round_up(b) for a, b in zip(x[1:], y[1:])):
+                return None
+            width += sum(math.log2(_round_up(b) / _round_up(a)) for a, b in zip(x[1:], y[1:]))
+            other += x[0] != y[0]
+        elif isinstance(x, int) and isinstance(y, int) and x > y >= 16:
+            return None
+        else:
+            other += x != y
+    return width, other
+
+
+def _round_up(n):
+    """The power of two that a tile of n columns takes."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def key_segment_table_kernel(*args):
+    return _pick(SEGMENT_TABLE_KERNEL, args)
+
+
+def autotune_segment_table_kernel(*args):
+    return dict(SEGMENT_TABLE_KERNEL["configs"][_pick(SEGMENT_TABLE_KERNEL, args)])

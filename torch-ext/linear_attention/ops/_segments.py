@@ -1,0 +1,93 @@
+"""Segments: stretches of a sequence that programs walk along at the same time.
+
+A walk takes one chunk after another, so that few sequences and heads leave most of a GPU idle.  So long sequences
+fall into segments of L tokens, whole chunks: one kernel sums what each segment adds to the state, then the walk along a
+segment begins from the sum over those before it.  L follows from shapes alone.  The segments of a batch of equal rows
+are arithmetic; those of sequences of any lengths stand in a table, and an empty sequence has one segment too, for its
+state.
+"""
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+
+from ._aot import kernel
+
+PROGRAMS = 512  # that a walk should have: two for each of an H200's 132 processors, twice
+MIN_CHUNKS = 4  # of a segment
+
+
+def segment_length(tokens: int, programs: int, T: int, C: int) -> int:
+    """L, a multiple of C: for walks of `programs` programs a sequence, over `tokens` in all, in rows of T tokens."""
+    wanted = tokens * programs // PROGRAMS
+    return min(max(wanted // C, MIN_CHUNKS), -(-T // C)) * C
+
+
+def segment_count(segments, L, T, B):
+    """Segments in all."""
+    return B * ((T + L - 1) // L) if segments is None else segments.size(0)
+
+
+def segment(segments, i_s, C, L, T):
+    """Batch row, sequence, the sequence's first segment and the one after its last; and of the segment the first chunk,
+    how many chunks, the first token, end of reading and end of writing (which may lie after it).
+    """
+    if segments is None:
+        G = (T + L - 1) // L
+        i_n = i_s // G
+        i_g = i_s - i_n * G
+        chunks = L // C
+        missing = G * chunks - (T + C - 1) // C
+        return i_n, i_n, i_n * G, i_n * G + G, i_g * chunks, chunks - (i_g + 1) // G * missing, i_g * L, T, T
+    begin = hl.load(segments, [i_s, 0])
+    end = hl.load(segments, [i_s, 1])
+    fill = hl.load(segments, [i_s, 2])
+    i_n = hl.load(segments, [i_s, 3])
+    first = hl.load(segments, [i_s, 4])
+    stop = hl.load(segments, [i_s, 5])
+    return 0, i_n, first, stop, hl.load(segments, [i_s, 6]), hl.load(segments, [i_s, 7]), begin, end, fill
+
+
+@kernel()
+def segment_table_kernel(sequences: torch.Tensor, T: int, C: int, L: int) -> torch.Tensor:
+    """The table of segments of L tokens: begin, end of reading, end of writing, sequence, its first segment, the one
+    after its last, first chunk, chunks.
+
+    sequences int32 [N,5], of Tables, for chunks of C tokens -> int32 [T // L + N, 8].  Rows that no sequence needs have
+    no chunks, and are neither first nor last of a sequence.  One program a tile of segments, each going through all
+    sequences.
+    """
+    N = sequences.size(0)
+    NS = T // L + N
+    segments = torch.empty([NS, 8], dtype=torch.int32, device=sequences.device)
+    size = L // C
+    for tile_s in hl.tile(NS, block_size=64):
+        before = hl.zeros([1], dtype=torch.int32)
+        b_used = hl.zeros([tile_s], dtype=torch.int32)
+        b_n = hl.zeros([tile_s], dtype=torch.int32)
+        b_first = hl.zeros([tile_s], dtype=torch.int32)
+        for tile_n in hl.tile(N, block_size=64):
+            chunks = hl.load(sequences, [tile_n.index, 4])
+            count = torch.where(tile_n.index < N, torch.clamp((chunks + (size - 1)) // size, min=1), 0).to(torch.int32)
+            first = torch.cumsum(count, 0).to(torch.int32) - count + before
+            before = torch.clamp(before + torch.sum(count, 0), max=NS).to(torch.int32)
+            nth = tile_s.index[:, None] - first[None, :]
+            own = torch.where((nth >= 0) & (nth < count[None, :]), 1, 0)
+            b_used = b_used + torch.sum(own, 1).to(torch.int32)
+            b_n = b_n + torch.sum(own * tile_n.index[None, :], 1).to(torch.int32)
+            b_first = b_first + torch.sum(own * first[None, :], 1).to(torch.int32)
+        used = b_used == 1
+        b_n = torch.where(used, b_n, 0)
+        b_nth = tile_s.index - b_first
+        b_chunks = hl.load(sequences, [b_n, 4])
+        b_stop = torch.clamp(b_first + torch.clamp((b_chunks + (size - 1)) // size, min=1), max=NS)
+        b_rest = torch.clamp(b_chunks - b_nth * size, min=0, max=size)
+        segments[tile_s, 0] = torch.where(used, hl.load(sequences, [b_n, 0]) + b_nth * L, T).to(torch.int32)
+        segments[tile_s, 1] = hl.load(sequences, [b_n, 1])
+        segments[tile_s, 2] = hl.load(sequences, [b_n, 2])
+        segments[tile_s, 3] = b_n
+        segments[tile_s, 4] = torch.where(used, b_first, tile_s.index + 1).to(torch.int32)
+        segments[tile_s, 5] = torch.where(used, b_stop, tile_s.index).to(torch.int32)
+        segments[tile_s, 6] = torch.where(used, hl.load(sequences, [b_n, 3]) + b_nth * size, 0).to(torch.int32)
+        segments[tile_s, 7] = torch.where(used, b_rest, 0).to(torch.int32)
+    return segments
