@@ -17,7 +17,8 @@ CASES = [(op, *rest) for op in workloads.OPERATORS for rest in (("bf16",), ("fp3
     ("kda", "bf16", "20", "bound"),
     ("simple_gla", "bf16", "136", "packed"), ("gla", "bf16", "136", "packed"),
     ("linear_attn", "bf16", "20", "segments"), ("retention", "bf16", "136", "packed", "segments"),
-    ("simple_gla", "fp32", "20", "packed", "segments"),
+    ("simple_gla", "fp32", "20", "packed", "segments"), ("gla", "bf16", "20", "packed", "segments"),
+    ("gla", "bf16", "136", "segments"),
 ]
 
 

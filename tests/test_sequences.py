@@ -67,26 +67,29 @@ def test_each_sequence_as_if_alone(op, lengths, tail, device, package):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", ["linear_attn", "retention", "simple_gla"])
+@pytest.mark.parametrize("op", ["linear_attn", "retention", "simple_gla", "gla"])
 @pytest.mark.parametrize("special", [
     {"B": 2, "T": 300}, {"T": 200, "dtype": "fp32", "gate": "some_inf"}, {"lengths": (70, 0, 200, 64, 129), "tail": 20},
+    {"T": 200, "K": 136},
 ], ids=str)
 def test_walks_in_segments(special, op, device, package, reference, monkeypatch):
     """Sequences in as many segments as they have chunks, as only long ones have otherwise."""
     segments = importlib.import_module(f"{package.__name__}.ops._segments")
     monkeypatch.setattr(segments, "PROGRAMS", 2**30)
     monkeypatch.setattr(segments, "MIN_CHUNKS", 1)
-    if op != "simple_gla":
+    if op not in GATED:
         special = {name: x for name, x in special.items() if name != "gate"}
     case = Case(op, **special)
     check(case, *make(case, device), package, reference)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lengths, tail", [((0, 0, 0), 5), ((100,), 0), ((37, 64, 1, 63, 65, 15, 200), 30),
-                                           ((0, 40, 130) * 30, 0)])
+@pytest.mark.parametrize("lengths, tail", [
+    ((0, 0, 0), 5), ((0, 0, 0), 300), ((100,), 0), ((100, 70), 200), ((37, 64, 1, 63, 65, 15, 200), 30),
+    ((0, 40, 130) * 30, 0),
+])
 def test_table_of_segments(lengths, tail, device, package):
-    """Every sequence's segments in order, one of an empty sequence, and rows that stand for nothing."""
+    """Every sequence's segments in order, one of an empty sequence; then what only writes zeros, and empty rows."""
     ops = {name: importlib.import_module(f"{package.__name__}.ops.{name}") for name in ("_sequences", "_segments")}
     T, C, size = sum(lengths) + tail, 32, 2
     ends = torch.tensor([0, *lengths]).cumsum(0).to(device)
@@ -94,12 +97,13 @@ def test_table_of_segments(lengths, tail, device, package):
     got = ops["_segments"].segment_table_kernel(sequences, T, C, size * C).tolist()
     wanted = []
     for n, (begin, end, fill, chunk, chunks) in enumerate(sequences.tolist()):
-        first, count = len(wanted), max(1, -(-chunks // size))
-        wanted += [[begin + i * size * C, end, fill, n, first, first + count, chunk + i * size,
-                    min(size, chunks - i * size)] for i in range(count)]
+        first, count = len(wanted), max(1, -(-(end - begin) // (size * C)))
+        for i in range(max(count, -(-chunks // size))):
+            ends = (first, first + count) if i < count else (len(wanted) + 1, len(wanted))
+            wanted.append([begin + i * size * C, end, fill, n, *ends, chunk + i * size, min(size, chunks - i * size)])
     assert got[:len(wanted)] == wanted
     for n, (*_, first, stop, _, chunks) in enumerate(got[len(wanted):], len(wanted)):
-        assert first > n and stop <= n and chunks == 0, "a row that no sequence needs"
+        assert first == n + 1 and stop == n and chunks == 0, "a row that stands for nothing"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,7 +6,7 @@ import torch
 
 from ._aot import kernel
 from ._sequences import chunk, chunk_count
-from ._tile import log2_gate
+from ._tile import LOG2_E, log2_gate
 
 
 def last_row(b_x, C):
@@ -38,6 +38,22 @@ def gate_cumsum_kernel(
         # the last of these sums, not one in another order: gl - gc is exactly 0 there, however strong the gates
         gl[tile_b.begin, tile_c.begin, tile_h] = last_row(b_gc, C)
     return gc, gl
+
+
+@kernel()
+def head_decay_kernel(q: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr) -> torch.Tensor:
+    """gc of gate_cumsum_kernel where head h decays by 1 - 2^(-5 - h) a token: fp32 [B,T,H] for q [B,T,H,K]."""
+    B, T, H, K = q.size()
+    NT = chunk_count(chunks, C, T)
+    gc = torch.empty([B, T, H], dtype=torch.float32, device=q.device)
+    BH = hl.register_block_size(1, 64)
+    for tile_b, tile_c, tile_h in hl.tile([B, NT, H], block_size=[1, 1, BH]):
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        i_t = hl.arange(C) + begin
+        b_n = torch.clamp(torch.clamp(i_t, max=end - 1) - begin + 1, min=0).to(torch.float32)  # tokens that count
+        b_g = torch.log1p(-torch.exp2(-5.0 - tile_h.index.to(torch.float32))) * LOG2_E
+        hl.store(gc, [tile_b.begin, i_t, tile_h], b_n[:, None] * b_g[None, :], extra_mask=(i_t < fill)[:, None])
+    return gc
 
 
 def natural_gate(b_x, b_rate, lower_bound):

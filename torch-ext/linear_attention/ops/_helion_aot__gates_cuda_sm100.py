@@ -28,6 +28,19 @@ GATE_CUMSUM_KERNEL = {
     },
 }
 
+HEAD_DECAY_KERNEL = {
+    "configs": [
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "tuned": {
+        ((2, 128), None, 64): {
+            (4, 4096, 64): 0,
+        },
+    },
+}
+
 CHANNEL_GATE_CUMSUM_KERNEL = {
     "configs": [
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
@@ -122,6 +135,14 @@ def key_gate_cumsum_kernel(*args):
 
 def autotune_gate_cumsum_kernel(*args):
     return dict(GATE_CUMSUM_KERNEL["configs"][_pick(GATE_CUMSUM_KERNEL, args)])
+
+
+def key_head_decay_kernel(*args):
+    return _pick(HEAD_DECAY_KERNEL, args)
+
+
+def autotune_head_decay_kernel(*args):
+    return dict(HEAD_DECAY_KERNEL["configs"][_pick(HEAD_DECAY_KERNEL, args)])
 
 
 def key_channel_gate_cumsum_kernel(*args):

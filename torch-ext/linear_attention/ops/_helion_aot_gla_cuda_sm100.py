@@ -59,23 +59,60 @@ GLA_FAR_SCORES_KERNEL = {
 GLA_FWD_O_KERNEL = {
     "configs": [
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
+    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None, None): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 0,
-            (2, 16384, 16): 1,
+        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None, 3072): {
             (1, 8192, 96): 0,
         },
-        ((2, 256), (2, 256), (2, 256), (2, 64), (4, 256), None, None, None): {
-            (8, 2048, 32): 2,
+        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None, 2048): {
+            (2, 16384, 16): 0,
         },
-        ((2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None, None): {
+        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None, 512): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None, None, None, None, None, 4096): {
+            (4, 4096, 64): 0,
+        },
+        ((2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, 256): {
+            (8, 1024, 8): 0,
+        },
+    },
+}
+
+GLA_SEGMENT_KERNEL = {
+    "configs": [
+        {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+    ],
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "tuned": {
+        ((2, 128), (2, 128), (4, 128), None, None, 64, 3072, False): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, None, 64, 3072, True): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, None, 64, 2048, False): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, None, 64, 2048, True): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, None, 64, 512, False): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, None, 64, 512, True): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 64), (2, 64), (4, 64), None, None, 64, 256, False): {
+            (8, 1024, 8): 1,
+        },
+        ((2, 64), (2, 64), (4, 64), None, None, 64, 256, True): {
             (8, 1024, 8): 1,
         },
     },
@@ -83,40 +120,48 @@ GLA_FWD_O_KERNEL = {
 
 GLA_STATE_KERNEL = {
     "configs": [
-        {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
-        {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [32, 32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 6, 1024: 7},  # bytes of the widest row -> config
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4, 128), None, None, None, 64, True): {
+        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 3072, True): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 3072, False): {
+            (1, 8192, 96): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 2048, True): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 2048, False): {
+            (2, 16384, 16): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 512, True): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 512, False): {
+            (4, 2048, 16): 0,
+        },
+        ((2, 128), (2, 128), (4, 128), None, None, None, None, None, None, None, 64, 4096, True): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 1,
-            (2, 16384, 16): 2,
-            (1, 8192, 96): 3,
         },
-        ((2, 128), (2, 128), (4, 128), None, None, None, 64, False): {
+        ((2, 128), (2, 128), (4, 128), None, None, None, None, None, None, None, 64, 4096, False): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 1,
-            (2, 16384, 16): 3,
-            (1, 8192, 96): 3,
         },
-        ((2, 256), (2, 256), (4, 256), None, None, None, 64, True): {
-            (8, 2048, 32): 0,
+        ((2, 256), (2, 256), (4, 256), None, None, None, None, None, None, None, 64, 2048, False): {
+            (8, 2048, 32): 1,
         },
-        ((2, 256), (2, 256), (4, 256), None, None, None, 64, False): {
-            (8, 2048, 32): 0,
+        ((2, 256), (2, 256), (4, 256), None, None, None, None, None, None, None, 64, 2048, True): {
+            (8, 2048, 32): 1,
         },
-        ((2, 64), (2, 64), (4, 64), None, None, None, 64, True): {
-            (8, 1024, 8): 4,
+        ((2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, None, 64, 256, True): {
+            (8, 1024, 8): 0,
         },
-        ((2, 64), (2, 64), (4, 64), None, None, None, 64, False): {
-            (8, 1024, 8): 5,
+        ((2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, None, 64, 256, False): {
+            (8, 1024, 8): 0,
         },
     },
 }
@@ -278,6 +323,14 @@ def key_gla_fwd_o_kernel(*args):
 
 def autotune_gla_fwd_o_kernel(*args):
     return dict(GLA_FWD_O_KERNEL["configs"][_pick(GLA_FWD_O_KERNEL, args)])
+
+
+def key_gla_segment_kernel(*args):
+    return _pick(GLA_SEGMENT_KERNEL, args)
+
+
+def autotune_gla_segment_kernel(*args):
+    return dict(GLA_SEGMENT_KERNEL["configs"][_pick(GLA_SEGMENT_KERNEL, args)])
 
 
 def key_gla_state_kernel(*args):

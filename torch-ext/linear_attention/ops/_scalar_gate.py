@@ -14,8 +14,8 @@ and backwards, with D the gradient of the state at the chunk's end:
 One kernel walks along a sequence with S or D on chip, and gives o and every gradient: dq_i is o_i with do, v, k for
 q, k, v and S^T for S, dk_j is dv_j with v, do, q for k, q, do and D^T for D.  The gradient of a gate needs S and D of
 every chunk in one place; with it, states are written, and all chunks are independent for dq, dk and dg.
-`g` is a natural logarithm of any strides (retention expands one value a head over all tokens); without a gate it is
-None.  `_gates.py` makes gc of it, `_segments.py` says what a walk is along.
+`g` is a natural logarithm of any strides, or None where there is no gate, or one that is the head's (retention).
+`_gates.py` makes gc of it, `_segments.py` says what a walk is along.
 """
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ import helion.language as hl
 import torch
 
 from ._aot import kernel
-from ._gates import gate_cumsum_kernel
+from ._gates import gate_cumsum_kernel, head_decay_kernel
 from ._host import last_contiguous, over_values
-from ._segments import segment, segment_count, segment_length, segment_table_kernel
+from ._segments import joined_count, segment, segment_count, segment_length, segment_table
 from ._sequences import Tables, chunk_count, sequence_count
 from ._tile import decay_tile
 
@@ -38,21 +38,21 @@ def scalar_segment_kernel(
     """What each segment but the last of a walk adds to the state: S <- 2^gl S + y^T (2^(gl - gc) z), from zero.
 
     Backwards, chunks in reverse, 2^gc scale for 2^(gl - gc).  y [B,T,H,K], z [B,T,H,V], gc fp32 [B,T,H]
-    -> S fp32 [NS,H,K,V], and the segment's log2 gate fp32 [NS,H].  One program a segment, head, K tile and V tile.
+    -> S fp32 [NJ,H,K,V], and the segment's log2 gate fp32 [NJ,H].  One program a segment, head, K tile and V tile.
     """
     B, T, H, K = y.size()
     K, V = hl.specialize((K, z.size(3)))
-    NS = segment_count(segments, L, T, B)
-    S = torch.empty([NS, H, K, V], dtype=torch.float32, device=y.device)
-    gs = torch.empty([NS, H], dtype=torch.float32, device=y.device)
+    NJ = joined_count(segments, L, T, B)
+    S = torch.empty([NJ, H, K, V], dtype=torch.float32, device=y.device)
+    gs = torch.empty([NJ, H], dtype=torch.float32, device=y.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_sh, tile_k, tile_v in hl.tile([NS * H, K, V], block_size=[1, BK, BV]):
+    for tile_sh, tile_k, tile_v in hl.tile([segment_count(segments, L, T, B) * H, K, V], block_size=[1, BK, BV]):
         i_s = tile_sh.begin // H
         i_h = tile_sh.begin % H
         i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
-        last = first if backwards else stop - 1
-        if i_s != last:
+        after = i_s - first if backwards else stop - 1 - i_s
+        if after > 0:
             b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
             b_gs = hl.zeros([1], dtype=torch.float32)
             for i_r in hl.grid(count):
@@ -71,8 +71,10 @@ def scalar_segment_kernel(
                 elif backwards:
                     b_z = (b_z.to(torch.float32) * scale).to(z.dtype)
                 b_S = hl.dot(b_y.transpose(0, 1), b_z, acc=b_S)
-            S[i_s, i_h, tile_k, tile_v] = b_S
-            gs[i_s, i_h] = torch.sum(b_gs, 0)
+            i_j = i_s - i_n - (1 if backwards else 0)
+            S[i_j, i_h, tile_k, tile_v] = b_S
+            if tile_k.begin + tile_v.begin == 0:
+                gs[i_j, i_h] = torch.sum(b_gs, 0)
     return S, gs
 
 
@@ -102,17 +104,18 @@ def scalar_walk_kernel(
         i_s = tile_sh.begin // H
         i_h = tile_sh.begin % H
         i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
-        last = first if backwards else stop - 1
+        before = stop - 1 - i_s if backwards else i_s - first
+        after = i_s - first if backwards else stop - 1 - i_s
         if s0 is None:
             b_S = hl.zeros([tile_v, K], dtype=torch.float32)
         else:
             b_S = s0[i_n, i_h, :, tile_v].to(torch.float32).transpose(0, 1)
         if S is not None:
-            for i_r in hl.grid(stop - 1 - i_s if backwards else i_s - first):
-                i_p = stop - 1 - i_r if backwards else first + i_r
+            for i_r in hl.grid(before):
+                i_j = (stop - 2 - i_r if backwards else first + i_r) - i_n
                 if gc is not None:
-                    b_S = b_S * torch.exp2(gs[i_p, i_h])
-                b_S = b_S + S[i_p, i_h, :, tile_v].transpose(0, 1)
+                    b_S = b_S * torch.exp2(gs[i_j, i_h])
+                b_S = b_S + S[i_j, i_h, :, tile_v].transpose(0, 1)
         for i_r in hl.grid(count):
             i_c = count - 1 - i_r if backwards else i_r
             idx = hl.arange(C)
@@ -128,30 +131,26 @@ def scalar_walk_kernel(
             b_o = hl.dot(b_S.to(x.dtype), b_x.transpose(0, 1), out_dtype=torch.float32)
             b_a = hl.dot(b_y, b_x.transpose(0, 1), out_dtype=torch.float32)
             pairs = idx[:, None] >= idx[None, :] if backwards else idx[:, None] <= idx[None, :]
-            b_w = b_z
-            if gc is not None:
+            if gc is None:
+                b_a = torch.where(pairs, b_a, 0.0)
+            else:
                 b_ahead = torch.exp2(b_gc)
                 b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
-                if backwards:
-                    b_a = b_a * decay_tile(b_gc, pairs)
-                    b_o = b_o * b_rest[None, :]
-                    b_w = (b_z.to(torch.float32) * (b_ahead * scale)[None, :]).to(z.dtype)
-                else:
-                    b_a = b_a * decay_tile(-b_gc, pairs)
-                    b_o = b_o * b_ahead[None, :]
-                    b_w = (b_z.to(torch.float32) * b_rest[None, :]).to(z.dtype)
-                b_S = b_S * torch.exp2(b_gl)
-            else:
-                b_a = torch.where(pairs, b_a, 0.0)
-                if backwards:
-                    b_w = (b_z.to(torch.float32) * scale).to(z.dtype)
+                b_a = b_a * decay_tile(b_gc if backwards else -b_gc, pairs)
+                b_o = b_o * (b_rest if backwards else b_ahead)[None, :]
             if backwards:
                 b_o = hl.dot(b_z, (b_a * scale).to(z.dtype), acc=b_o)
             else:
                 b_o = hl.dot(b_z, b_a.to(z.dtype), acc=b_o) * scale
             hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
-            b_S = hl.dot(b_w, b_y, acc=b_S)
-        if i_s == last:
+            if gc is not None:
+                b_f = b_ahead * scale if backwards else b_rest
+                b_z = (b_z.to(torch.float32) * b_f[None, :]).to(z.dtype)
+                b_S = b_S * torch.exp2(b_gl)
+            elif backwards:
+                b_z = (b_z.to(torch.float32) * scale).to(z.dtype)
+            b_S = hl.dot(b_z, b_y, acc=b_S)
+        if after == 0:
             s1[i_n, i_h, :, tile_v] = b_S.transpose(0, 1)
     return o, s1
 
@@ -168,7 +167,7 @@ def scalar_bwd_q_kernel(
     dg_t = sum_{i>=t>j} scale decay_ij (q_i . k_j) (do_i . v_j) + sum_{i>=t} q_i . x_i + sum_{j<t} k_j . y_j
            + 2^gl sum(S . D).
 
-    q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,T,H], h0 [N,H,K,V], S [NS,H,K,V] and gs of scalar_segment_kernel or None
+    q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,T,H], h0 [N,H,K,V], S [NJ,H,K,V] and gs of scalar_segment_kernel or None
     -> dq as q, dg fp32 [NK,B,T,H], a K tile each, and the states before each chunk, [B,NT,H,K,V] in q's dtype.
     One program a segment, head and K tile.
     """
@@ -189,7 +188,8 @@ def scalar_bwd_q_kernel(
             b_S = h0[i_n, i_h, tile_k, :].to(torch.float32)
         if S is not None:
             for i_r in hl.grid(i_s - first):
-                b_S = b_S * torch.exp2(gs[first + i_r, i_h]) + S[first + i_r, i_h, tile_k, :]
+                i_j = first + i_r - i_n
+                b_S = b_S * torch.exp2(gs[i_j, i_h]) + S[i_j, i_h, tile_k, :]
         for i_c in hl.grid(count):
             idx = hl.arange(C)
             i_t = idx + i_c * C + begin
@@ -247,7 +247,8 @@ def scalar_bwd_k_kernel(
             b_D = dht[i_n, i_h, tile_k, :].to(torch.float32)
         if D is not None:
             for i_r in hl.grid(stop - 1 - i_s):
-                b_D = b_D * torch.exp2(gd[stop - 1 - i_r, i_h]) + D[stop - 1 - i_r, i_h, tile_k, :]
+                i_j = stop - 2 - i_r - i_n
+                b_D = b_D * torch.exp2(gd[i_j, i_h]) + D[i_j, i_h, tile_k, :]
         for i_r in hl.grid(count):
             i_c = count - 1 - i_r
             idx = hl.arange(C)
@@ -282,24 +283,19 @@ def _chunk(q: torch.Tensor) -> int:
     return 32 if q.dtype == torch.float32 else 64
 
 
-def _segments(q: torch.Tensor, v: torch.Tensor, tables: Tables) -> tuple[torch.Tensor | None, int]:
-    """The table of segments, None in a batch of equal rows, and their length."""
-    B, T, H, V = v.shape
-    C = _chunk(q)
-    L = segment_length(B * T, H * -(-V // 64), T, C)
-    return None if tables.sequences is None else segment_table_kernel(tables.sequences, T, C, L), L
-
-
 def scalar_gate_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, h0: torch.Tensor | None, scale: float,
-    tables: Tables,
+    tables: Tables, head_decay: bool,
 ) -> tuple[torch.Tensor, ...]:
     """o [B,T,H,V] in v's dtype, ht fp32 [N,H,K,V], and for the backward gc, the segments' states and gates (each may be
     None) and their table.
     """
     C, sequences = _chunk(q), tables.sequences
     gc = None if g is None else gate_cumsum_kernel(g, tables.chunks, C)[0]
-    segments, L = _segments(q, v, tables)
+    if head_decay:
+        gc = head_decay_kernel(q, tables.chunks, C)
+    L = segment_length(v, C)
+    segments = segment_table(sequences, q.size(1), C, L)
     S, gs = (None, None) if L >= q.size(1) else scalar_segment_kernel(k, v, gc, segments, 1.0, C, L, False)
     o, ht = scalar_walk_kernel(q, k, v, gc, h0, S, gs, sequences, segments, scale, C, L, False)
     return o, ht, gc, S, gs, segments
@@ -312,7 +308,7 @@ def scalar_gate_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """dq, dk, dv in q's dtype, dg fp32 [B,T,H] (None unless with_dg), dh0 fp32 [N,H,K,V]."""
     C, (sequences, chunks) = _chunk(q), tables
-    L = _segments(q, v, Tables())[1]
+    L = segment_length(v, C)
     D, gd = (None, None) if L >= q.size(1) else scalar_segment_kernel(q, do, gc, segments, scale, C, L, True)
     dv, dh0 = scalar_walk_kernel(k, q, do, gc, dht, D, gd, sequences, segments, scale, C, L, True)
     if with_dg:
@@ -327,12 +323,14 @@ def scalar_gate_bwd(
 
 
 class _ScalarGate(torch.autograd.Function):
-    """(q, k, v, g or None, h0 or None, scale, tables) -> o, ht.  Saves its inputs and what is small beside them."""
+    """(q, k, v, g or None, h0 or None, scale, tables, head_decay) -> o, ht.  Saves its inputs and what is small beside
+    them.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, g, h0, scale, tables):
+    def forward(ctx, q, k, v, g, h0, scale, tables, head_decay):
         ctx.set_materialize_grads(False)
-        o, ht, *small = scalar_gate_fwd(q, k, v, g, h0, scale, tables)
+        o, ht, *small = scalar_gate_fwd(q, k, v, g, h0, scale, tables, head_decay)
         ctx.save_for_backward(q, k, v, h0, *small, *tables)
         ctx.scale, ctx.gate = scale, None if g is None else g.dtype
         return o, ht
@@ -342,23 +340,27 @@ class _ScalarGate(torch.autograd.Function):
     def backward(ctx, do, dht):
         q, k, v, h0, gc, S, gs, segments, *tables = ctx.saved_tensors
         if do is None and dht is None:
-            return (None,) * 7
+            return (None,) * 8
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
         dq, dk, dv, dg, dh0 = scalar_gate_bwd(
             q, k, v, h0, gc, S, gs, segments, ctx.scale, Tables(*tables), do, last_contiguous(dht),
             ctx.needs_input_grad[3])
         dg = None if dg is None else dg.to(ctx.gate)
-        return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None, None
+        return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None, None, None
 
 
 def scalar_gate(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, scale: float | None,
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, state_v_first: bool = False,
+    head_decay: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and the final state for checked arguments of any K and V, differentiable."""
+    """o and the final state for checked arguments of any K and V, differentiable.
+
+    With head_decay and g None head h decays by 1 - 2^(-5 - h) a token.
+    """
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
 
     def run(q, k, v, initial_state, tables):
-        return _ScalarGate.apply(q, k, v, g, initial_state, scale, tables)
+        return _ScalarGate.apply(q, k, v, g, initial_state, scale, tables, head_decay)
 
     return over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first, (g,))

@@ -17,15 +17,26 @@ PROGRAMS = 512  # that a walk should have: two for each of an H200's 132 process
 MIN_CHUNKS = 4  # of a segment
 
 
-def segment_length(tokens: int, programs: int, T: int, C: int) -> int:
-    """L, a multiple of C: for walks of `programs` programs a sequence, over `tokens` in all, in rows of T tokens."""
-    wanted = tokens * programs // PROGRAMS
+def segment_length(v: torch.Tensor, C: int) -> int:
+    """L, a multiple of C, for walks over v [B,T,H,V] with some 64 columns a program."""
+    B, T, H, V = v.shape
+    wanted = B * T * H * -(-V // 64) // PROGRAMS
     return min(max(wanted // C, MIN_CHUNKS), -(-T // C)) * C
+
+
+def segment_table(sequences: torch.Tensor | None, T: int, C: int, L: int) -> torch.Tensor | None:
+    """The table of segments of L tokens, or None in a batch of equal rows; `sequences` as in Tables."""
+    return None if sequences is None else segment_table_kernel(sequences, T, C, L)
 
 
 def segment_count(segments, L, T, B):
     """Segments in all."""
     return B * ((T + L - 1) // L) if segments is None else segments.size(0)
+
+
+def joined_count(segments, L, T, B):
+    """Segments that have another one after them in a walk: all but one of each sequence."""
+    return B * ((T + L - 1) // L - 1) if segments is None else T // L
 
 
 def segment(segments, i_s, C, L, T):
@@ -48,14 +59,20 @@ def segment(segments, i_s, C, L, T):
     return 0, i_n, first, stop, hl.load(segments, [i_s, 6]), hl.load(segments, [i_s, 7]), begin, end, fill
 
 
+def segments_of(tokens, L):
+    """How many segments that many tokens fall into: at least one."""
+    return torch.clamp((tokens + (L - 1)) // L, min=1)
+
+
 @kernel()
 def segment_table_kernel(sequences: torch.Tensor, T: int, C: int, L: int) -> torch.Tensor:
     """The table of segments of L tokens: begin, end of reading, end of writing, sequence, its first segment, the one
     after its last, first chunk, chunks.
 
-    sequences int32 [N,5], of Tables, for chunks of C tokens -> int32 [T // L + N, 8].  Rows that no sequence needs have
-    no chunks, and are neither first nor last of a sequence.  One program a tile of segments, each going through all
-    sequences.
+    sequences int32 [N,5], of Tables, for chunks of C tokens -> int32 [T // L + N, 8].  Segments after a sequence's end,
+    which only write zeros, and rows that stand for none, are neither before nor after another one in a walk: for them
+    the first segment is the next row, and the one after the last the row itself.
+    One program a tile of segments, each going through all sequences.
     """
     N = sequences.size(0)
     NS = T // L + N
@@ -67,8 +84,10 @@ def segment_table_kernel(sequences: torch.Tensor, T: int, C: int, L: int) -> tor
         b_n = hl.zeros([tile_s], dtype=torch.int32)
         b_first = hl.zeros([tile_s], dtype=torch.int32)
         for tile_n in hl.tile(N, block_size=64):
+            live = hl.load(sequences, [tile_n.index, 1]) - hl.load(sequences, [tile_n.index, 0])
             chunks = hl.load(sequences, [tile_n.index, 4])
-            count = torch.where(tile_n.index < N, torch.clamp((chunks + (size - 1)) // size, min=1), 0).to(torch.int32)
+            count = torch.maximum(segments_of(live, L), segments_of(chunks * C, L))
+            count = torch.where(tile_n.index < N, count, 0).to(torch.int32)
             first = torch.cumsum(count, 0).to(torch.int32) - count + before
             before = torch.clamp(before + torch.sum(count, 0), max=NS).to(torch.int32)
             nth = tile_s.index[:, None] - first[None, :]
@@ -79,15 +98,18 @@ def segment_table_kernel(sequences: torch.Tensor, T: int, C: int, L: int) -> tor
         used = b_used == 1
         b_n = torch.where(used, b_n, 0)
         b_nth = tile_s.index - b_first
-        b_chunks = hl.load(sequences, [b_n, 4])
-        b_stop = torch.clamp(b_first + torch.clamp((b_chunks + (size - 1)) // size, min=1), max=NS)
-        b_rest = torch.clamp(b_chunks - b_nth * size, min=0, max=size)
-        segments[tile_s, 0] = torch.where(used, hl.load(sequences, [b_n, 0]) + b_nth * L, T).to(torch.int32)
-        segments[tile_s, 1] = hl.load(sequences, [b_n, 1])
+        b_begin = hl.load(sequences, [b_n, 0])
+        b_end = hl.load(sequences, [b_n, 1])
+        b_count = segments_of(b_end - b_begin, L)
+        b_stop = torch.clamp(b_first + b_count, max=NS)
+        b_rest = torch.clamp(hl.load(sequences, [b_n, 4]) - b_nth * size, min=0, max=size)
+        part = used & (b_nth < b_count)  # of a walk: else only zeros are written
+        segments[tile_s, 0] = torch.where(used, b_begin + b_nth * L, T).to(torch.int32)
+        segments[tile_s, 1] = b_end
         segments[tile_s, 2] = hl.load(sequences, [b_n, 2])
         segments[tile_s, 3] = b_n
-        segments[tile_s, 4] = torch.where(used, b_first, tile_s.index + 1).to(torch.int32)
-        segments[tile_s, 5] = torch.where(used, b_stop, tile_s.index).to(torch.int32)
+        segments[tile_s, 4] = torch.where(part, b_first, tile_s.index + 1).to(torch.int32)
+        segments[tile_s, 5] = torch.where(part, b_stop, tile_s.index).to(torch.int32)
         segments[tile_s, 6] = torch.where(used, hl.load(sequences, [b_n, 3]) + b_nth * size, 0).to(torch.int32)
         segments[tile_s, 7] = torch.where(used, b_rest, 0).to(torch.int32)
     return segments

@@ -4,13 +4,15 @@ from __future__ import annotations
 import helion.language as hl
 import torch
 
+LOG2_E = 1.4426950408889634
+
 
 def log2_gate(b_g):
     """A token's gate from natural log to log2, fp32, at least -160.
 
     2^-160 is zero in fp32, and finite gates keep -inf out of differences.
     """
-    return torch.clamp(b_g.to(torch.float32) * 1.4426950408889634, min=-160.0)
+    return torch.clamp(b_g.to(torch.float32) * LOG2_E, min=-160.0)
 
 
 def in_range(b_x, dtype):

@@ -11,7 +11,7 @@ state at the chunk's begin and D the gradient of the state at its end:
 
 The forward turns q, k and g into what a walk along the sequence needs and walks with the state on chip, writing no
 state, or with a large K writes the states and takes all chunks at once.  The backward walks once each way to write S
-and D for every chunk; then all chunks are independent.
+and D for every chunk; then all chunks are independent.  `_segments.py` says what a walk is along.
 """
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from ._channel_gate import (
 from ._checks import check_flags, check_gate, check_qkv, check_scale, check_sequences, check_state
 from ._gates import channel_gate_cumsum_kernel
 from ._host import WALK_K, last_contiguous, over_values, pad_to_16
-from ._sequences import Tables, all_chunks, chunk, chunk_count, sequence, sequence_count
+from ._segments import joined_count, segment, segment_count, segment_length, segment_table
+from ._sequences import Tables, chunk, chunk_count, sequence_count
 from ._tile import in_range
 
 
@@ -135,12 +136,14 @@ def gla_far_scores_kernel(
 @kernel(dot_precision="tf32x3")
 def gla_fwd_o_kernel(
     qg: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, gl: torch.Tensor, h0: torch.Tensor | None,
-    sequences: torch.Tensor | None, scale: float,
+    S: torch.Tensor | None, gs: torch.Tensor | None, sequences: torch.Tensor | None, segments: torch.Tensor | None,
+    scale: float, L: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = scale (qg S + A v);  S <- 2^gl S + kg^T v.
 
-    qg, kg [B,T,H,K], v [B,T,H,V], A [B,T,H,C], gl fp32 [B,NT,H,K], h0 [N,H,K,V] -> o [B,T,H,V] in v's dtype,
-    ht fp32 [N,H,K,V].  One program a sequence, head and V tile, the state transposed on chip, [BV, K].
+    qg, kg [B,T,H,K], v [B,T,H,V], A [B,T,H,C], gl fp32 [B,NT,H,K], h0 [N,H,K,V], S and gs of gla_segment_kernel, needed
+    where a sequence has several segments -> o [B,T,H,V] in v's dtype, ht fp32 [N,H,K,V].
+    One program a segment, head and V tile, the state transposed on chip, [BV, K].
     """
     B, T, H, K = qg.size()
     K, V, C = hl.specialize((K, v.size(3), A.size(3)))
@@ -148,14 +151,18 @@ def gla_fwd_o_kernel(
     N = sequence_count(sequences, B)
     ht = torch.empty([N, H, K, V], dtype=torch.float32, device=v.device)
     BV = hl.register_block_size(16, V)
-    for tile_nh, tile_v in hl.tile([N * H, V], block_size=[1, BV]):
-        i_n = tile_nh.begin // H
-        i_h = tile_nh.begin % H
-        i_b, first, count, begin, end, fill = sequence(sequences, i_n, C, T)
+    for tile_sh, tile_v in hl.tile([segment_count(segments, L, T, B) * H, V], block_size=[1, BV]):
+        i_s = tile_sh.begin // H
+        i_h = tile_sh.begin % H
+        i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
         if h0 is None:
             b_S = hl.zeros([tile_v, K], dtype=torch.float32)
         else:
             b_S = h0[i_n, i_h, :, tile_v].to(torch.float32).transpose(0, 1)
+        if S is not None:
+            for i_p in hl.grid(i_s - first):
+                i_j = first + i_p - i_n
+                b_S = b_S * torch.exp2(gs[i_j, i_h, :])[None, :] + S[i_j, i_h, :, tile_v].transpose(0, 1)
         for i_c in hl.grid(count):
             i_t = hl.arange(C) + i_c * C + begin
             live = (i_t < end)[:, None]
@@ -166,49 +173,100 @@ def gla_fwd_o_kernel(
             b_o = hl.dot(b_S.to(v.dtype), b_q.transpose(0, 1), out_dtype=torch.float32)
             b_o = hl.dot(b_v, b_A.transpose(0, 1), acc=b_o) * scale
             hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=written)
-            b_S = b_S * torch.exp2(gl[i_b, first + i_c, i_h, :])[None, :]
+            b_S = b_S * torch.exp2(gl[i_b, i_first + i_c, i_h, :])[None, :]
             b_S = hl.dot(b_v, hl.load(kg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=live), acc=b_S)
-        ht[i_n, i_h, :, tile_v] = b_S.transpose(0, 1)
+        if i_s == stop - 1:
+            ht[i_n, i_h, :, tile_v] = b_S.transpose(0, 1)
     return o, ht
 
 
 @kernel(dot_precision="tf32x3")
+def gla_segment_kernel(
+    x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, segments: torch.Tensor | None, scale: float, C: hl.constexpr,
+    L: int, backwards: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each segment but the last of gla_state_kernel's walk adds to the state, from zero; and its log2 gates.
+
+    x, y, gl as there -> S fp32 [NJ,H,K,V], gs fp32 [NJ,H,K].  One program a segment, head, K tile and V tile.
+    """
+    B, T, H, K = x.size()
+    K, V = hl.specialize((K, y.size(3)))
+    NJ = joined_count(segments, L, T, B)
+    S = torch.empty([NJ, H, K, V], dtype=torch.float32, device=y.device)
+    gs = torch.empty([NJ, H, K], dtype=torch.float32, device=y.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_sh, tile_k, tile_v in hl.tile([segment_count(segments, L, T, B) * H, K, V], block_size=[1, BK, BV]):
+        i_s = tile_sh.begin // H
+        i_h = tile_sh.begin % H
+        i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
+        after = i_s - first if backwards else stop - 1 - i_s
+        if after > 0:
+            b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
+            b_gs = hl.zeros([tile_k], dtype=torch.float32)
+            for i_r in hl.grid(count):
+                i_c = count - 1 - i_r if backwards else i_r
+                i_t = hl.arange(C) + i_c * C + begin
+                live = (i_t < end)[:, None]
+                b_x = hl.load(x, [i_b, i_t, i_h, tile_k], extra_mask=live)
+                b_y = hl.load(y, [i_b, i_t, i_h, tile_v], extra_mask=live)
+                b_gl = gl[i_b, i_first + i_c, i_h, tile_k]
+                b_gs = b_gs + b_gl
+                b_S = b_S * torch.exp2(b_gl)[:, None]
+                b_S = b_S + hl.dot(b_x.transpose(0, 1), b_y, out_dtype=torch.float32) * scale
+            i_j = i_s - i_n - (1 if backwards else 0)
+            S[i_j, i_h, tile_k, tile_v] = b_S
+            if tile_v.begin == 0:
+                gs[i_j, i_h, tile_k] = b_gs
+    return S, gs
+
+
+@kernel(dot_precision="tf32x3")
 def gla_state_kernel(
-    x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, s0: torch.Tensor | None, sequences: torch.Tensor | None,
-    scale: float, C: hl.constexpr, backwards: hl.constexpr,
+    x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, s0: torch.Tensor | None, S: torch.Tensor | None,
+    gs: torch.Tensor | None, sequences: torch.Tensor | None, chunks: torch.Tensor | None, segments: torch.Tensor | None,
+    scale: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """S <- 2^gl S + scale x^T y, written before each chunk, from the first chunk on or from the last one back.
 
-    x [B,T,H,K], y [B,T,H,V], gl fp32 [B,NT,H,K], s0 [N,H,K,V] -> S [B,NT,H,K,V] in y's dtype, the state after the
-    walk fp32 [N,H,K,V].  With kg, v it gives the states, backwards with qg, do their gradients D.
-    One program a sequence, head, K tile and V tile.
+    x [B,T,H,K], y [B,T,H,V], gl fp32 [B,NT,H,K], s0 [N,H,K,V], S and gs of gla_segment_kernel, needed where a sequence
+    has several segments -> states [B,NT,H,K,V] in y's dtype, the state after the walk fp32 [N,H,K,V].
+    With kg, v it gives the states, backwards with qg, do their gradients D.
+    One program a segment, head, K tile and V tile.
     """
     B, T, H, K = x.size()
     K, V = hl.specialize((K, y.size(3)))
     N = sequence_count(sequences, B)
-    S = torch.empty([B, all_chunks(sequences, C, T), H, K, V], dtype=y.dtype, device=y.device)
+    states = torch.empty([B, chunk_count(chunks, C, T), H, K, V], dtype=y.dtype, device=y.device)
     s1 = torch.empty([N, H, K, V], dtype=torch.float32, device=y.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_nh, tile_k, tile_v in hl.tile([N * H, K, V], block_size=[1, BK, BV]):
-        i_n = tile_nh.begin // H
-        i_h = tile_nh.begin % H
-        i_b, first, count, begin, end, fill = sequence(sequences, i_n, C, T)
+    for tile_sh, tile_k, tile_v in hl.tile([segment_count(segments, L, T, B) * H, K, V], block_size=[1, BK, BV]):
+        i_s = tile_sh.begin // H
+        i_h = tile_sh.begin % H
+        i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
+        before = stop - 1 - i_s if backwards else i_s - first
+        after = i_s - first if backwards else stop - 1 - i_s
         if s0 is None:
             b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
         else:
             b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32)
+        if S is not None:
+            for i_r in hl.grid(before):
+                i_j = (stop - 2 - i_r if backwards else first + i_r) - i_n
+                b_S = b_S * torch.exp2(gs[i_j, i_h, tile_k])[:, None] + S[i_j, i_h, tile_k, tile_v]
         for i_r in hl.grid(count):
             i_c = count - 1 - i_r if backwards else i_r
-            S[i_b, first + i_c, i_h, tile_k, tile_v] = b_S.to(S.dtype)
+            states[i_b, i_first + i_c, i_h, tile_k, tile_v] = b_S.to(states.dtype)
             i_t = hl.arange(C) + i_c * C + begin
             live = (i_t < end)[:, None]
             b_x = hl.load(x, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_y = hl.load(y, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            b_S = b_S * torch.exp2(gl[i_b, first + i_c, i_h, tile_k])[:, None]
+            b_S = b_S * torch.exp2(gl[i_b, i_first + i_c, i_h, tile_k])[:, None]
             b_S = b_S + hl.dot(b_x.transpose(0, 1), b_y, out_dtype=torch.float32) * scale
-        s1[i_n, i_h, tile_k, tile_v] = b_S
-    return S, s1
+        if after == 0:
+            s1[i_n, i_h, tile_k, tile_v] = b_S
+    return states, s1
 
 
 @kernel(dot_precision="tf32x3")
@@ -394,34 +452,43 @@ def _chunk(q: torch.Tensor) -> int:
 def chunk_gla_fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, scale: float,
     tables: Tables,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B,T,H,V] in v's dtype and ht fp32 [N,H,K,V]."""
+) -> tuple[torch.Tensor, ...]:
+    """o [B,T,H,V] in v's dtype, ht fp32 [N,H,K,V]; for the backward the segments' states, gates and table, or None."""
     C = _chunk(q)
     sequences, chunks = tables
     gc, gl = channel_gate_cumsum_kernel(g, None, None, chunks, None, C, False)
     A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, C)
     gla_far_scores_kernel(q, k, gc, gl, A, chunks, C)
+    del gc
+    L = segment_length(v, C)
+    segments = segment_table(sequences, q.size(1), C, L)
+    S, gs = (None, None) if L >= q.size(1) else gla_segment_kernel(kg, v, gl, segments, 1.0, C, L, False)
     if q.size(-1) <= WALK_K:
-        return gla_fwd_o_kernel(qg, kg, v, A, gl, h0, sequences, scale)
-    S, ht = gla_state_kernel(kg, v, gl, h0, sequences, 1.0, C, False)
-    return gla_out_kernel(qg, v, A, S, chunks, scale), ht
+        o, ht = gla_fwd_o_kernel(qg, kg, v, A, gl, h0, S, gs, sequences, segments, scale, L)
+    else:
+        states, ht = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
+        o = gla_out_kernel(qg, v, A, states, chunks, scale)
+    return o, ht, S, gs, segments
 
 
 def chunk_gla_bwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None, scale: float,
-    tables: Tables, do: torch.Tensor, dht: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, h0: torch.Tensor | None,
+    S: torch.Tensor | None, gs: torch.Tensor | None, segments: torch.Tensor | None, scale: float, tables: Tables,
+    do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg in their inputs' dtypes and dh0 in fp32.  Temporaries go as early as they can."""
     C = _chunk(q)
     sequences, chunks = tables
+    L = segment_length(v, C)
     gc, gl = channel_gate_cumsum_kernel(g, None, None, chunks, None, C, False)
     A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, C)
     gla_far_scores_kernel(q, k, gc, gl, A, chunks, C)
-    D, dh0 = gla_state_kernel(qg, do, gl, dht, sequences, scale, C, True)
+    D, gd = (None, None) if L >= q.size(1) else gla_segment_kernel(qg, do, gl, segments, scale, C, L, True)
+    D, dh0 = gla_state_kernel(qg, do, gl, dht, D, gd, sequences, chunks, segments, scale, C, L, True)
     del qg
     dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, chunks, scale)
     del A
-    S, _ = gla_state_kernel(kg, v, gl, h0, sequences, 1.0, C, False)
+    S, _ = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
     del kg
     dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, chunks, scale, C)
     gla_far_bwd_qk_kernel(q, k, gc, gl, dA, dq, dk, dg, chunks, C)
@@ -429,23 +496,25 @@ def chunk_gla_bwd(
 
 
 class _GLA(torch.autograd.Function):
-    """(q, k, v, g, h0 or None, scale, tables) -> o, ht.  Saves its inputs and recomputes everything else."""
+    """(q, k, v, g, h0 or None, scale, tables) -> o, ht.  Saves its inputs and what is small beside them."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, h0, scale, tables):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, h0, *tables)
+        o, ht, *small = chunk_gla_fwd(q, k, v, g, h0, scale, tables)
+        ctx.save_for_backward(q, k, v, g, h0, *small, *tables)
         ctx.scale = scale
-        return chunk_gla_fwd(q, k, v, g, h0, scale, tables)
+        return o, ht
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dht):
-        q, k, v, g, h0, *tables = ctx.saved_tensors
+        q, k, v, g, h0, S, gs, segments, *tables = ctx.saved_tensors
         if do is None and dht is None:
             return (None,) * 7
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
-        dq, dk, dv, dg, dh0 = chunk_gla_bwd(q, k, v, g, h0, ctx.scale, Tables(*tables), do, last_contiguous(dht))
+        dq, dk, dv, dg, dh0 = chunk_gla_bwd(
+            q, k, v, g, h0, S, gs, segments, ctx.scale, Tables(*tables), do, last_contiguous(dht))
         return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None, None
 
 

@@ -1,6 +1,6 @@
 """Retention: `S_t = gamma_h S_{t-1} + k_t v_t^T`, `o_t = scale S_t^T q_t`, with `gamma_h = 1 - 2^(-5 - h)`.
 
-Equations and kernels are in `_scalar_gate.py`: the gate is log gamma_h, one value a head expanded over all tokens.
+Equations and kernels are in `_scalar_gate.py`: the gate is log gamma_h.
 """
 from __future__ import annotations
 
@@ -51,7 +51,5 @@ def chunk_retention(
     N = check_sequences(cu_seqlens, None, q)
     check_state(initial_state, N, q, v)
     check_chunk_size(chunk_size)
-    H = q.size(2)
-    log_gamma = torch.logspace(-5, -4 - H, H, base=2, dtype=torch.float32, device=q.device).neg_().log1p_()
-    o, final_state = scalar_gate(q, k, v, log_gamma.expand(q.shape[:3]), scale, initial_state, cu_seqlens)
+    o, final_state = scalar_gate(q, k, v, None, scale, initial_state, cu_seqlens, head_decay=True)
     return o, final_state if output_final_state else None
