@@ -84,12 +84,12 @@ def _pick(kernel, args):
     """The number of the config for a call: its tuned shape, else the nearest legal one, else the safe default.
 
     A call is its size (sizes 0 to 2 of the first tensor: batch, tokens, heads; 1 where it has fewer) and its form (for
-    each argument the item size and the widths of a tensor, an integer, or None).  A tuned form is legal for a call if
-    nothing of the call's is wider or larger: then what fitted in shared memory still does.
+    each argument the item size and the widths of a tensor, an integer up to 128, or None).  A tuned form is legal for a
+    call if nothing of the call's is wider or larger: then what fitted in shared memory still does.
     """
     size = (*args[0].shape, 1, 1)[:3]
-    form = [(x.element_size(), *x.shape[3:]) if isinstance(x, torch.Tensor) else x if isinstance(x, int) else None
-            for x in args]
+    form = [(x.element_size(), *x.shape[3:]) if isinstance(x, torch.Tensor)
+            else x if isinstance(x, int) and x <= 128 else None for x in args]
     best = None
     if torch.cuda.get_device_capability(args[0].device) == CAPABILITY:
         for tuned_form, sizes in kernel["tuned"].items():
@@ -108,7 +108,8 @@ def _pick(kernel, args):
 def _distance(form, tuned):
     """How far a call's form is from a tuned one: (widths, other differences), or None where the config may not fit.
 
-    An integer of at least 16 is a chunk's length and sizes tiles; smaller ones do not, and a vector's items do not.
+    An integer from 16 to 128 is a chunk's length and sizes tiles; smaller ones do not, larger ones are lengths of
+    sequences and make no difference, and a vector's items do not size tiles.
     """
     width = other = 0
     for x, y in zip(form, tuned):

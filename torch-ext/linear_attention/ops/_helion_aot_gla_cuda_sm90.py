@@ -1,4 +1,4 @@
-"""Configs of the kernels of gla.py for sm90 (derived, not measured; measured on NVIDIA H200).
+"""Configs of the kernels of gla.py for sm90 (measured on NVIDIA H200).
 
 Rendered by tools/render_configs.py from configs/: edit those, not this file.
 """
@@ -60,110 +60,63 @@ GLA_FAR_SCORES_KERNEL = {
 GLA_FWD_O_KERNEL = {
     "configs": [
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
+        {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
+    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None, 3072): {
+        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None, None): {
             (1, 8192, 96): 0,
+            (2, 16384, 16): 1,
+            (4, 2048, 16): 1,
         },
-        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None, 2048): {
-            (2, 16384, 16): 0,
-        },
-        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None, 512): {
-            (4, 2048, 16): 0,
-        },
-        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None, None, None, None, None, 4096): {
+        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None, None, None, None, None, None): {
             (4, 4096, 64): 0,
         },
-        ((2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, 256): {
-            (8, 1024, 8): 0,
+        ((2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, None): {
+            (8, 1024, 8): 2,
         },
     },
 }
 
 GLA_SEGMENT_KERNEL = {
     "configs": [
-        {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4, 128), None, None, 64, 3072, False): {
+        ((2, 128), (2, 128), (4, 128), None, None, 64, None, False): {
             (1, 8192, 96): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, None, 64, 3072, True): {
-            (1, 8192, 96): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, None, 64, 2048, False): {
-            (2, 16384, 16): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, None, 64, 2048, True): {
-            (2, 16384, 16): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, None, 64, 512, False): {
+            (2, 16384, 16): 1,
             (4, 2048, 16): 0,
         },
-        ((2, 128), (2, 128), (4, 128), None, None, 64, 512, True): {
+        ((2, 128), (2, 128), (4, 128), None, None, 64, None, True): {
+            (1, 8192, 96): 0,
+            (2, 16384, 16): 1,
             (4, 2048, 16): 0,
         },
-        ((2, 64), (2, 64), (4, 64), None, None, 64, 256, False): {
-            (8, 1024, 8): 1,
+        ((2, 64), (2, 64), (4, 64), None, None, 64, None, False): {
+            (8, 1024, 8): 2,
         },
-        ((2, 64), (2, 64), (4, 64), None, None, 64, 256, True): {
-            (8, 1024, 8): 1,
+        ((2, 64), (2, 64), (4, 64), None, None, 64, None, True): {
+            (8, 1024, 8): 2,
         },
     },
 }
 
 GLA_STATE_KERNEL = {
     "configs": [
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 3072, True): {
-            (1, 8192, 96): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 3072, False): {
-            (1, 8192, 96): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 2048, True): {
-            (2, 16384, 16): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 2048, False): {
-            (2, 16384, 16): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 512, True): {
-            (4, 2048, 16): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, 512, False): {
-            (4, 2048, 16): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, None, None, None, None, None, None, 64, 4096, True): {
-            (4, 4096, 64): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, None, None, None, None, None, None, 64, 4096, False): {
-            (4, 4096, 64): 0,
-        },
-        ((2, 256), (2, 256), (4, 256), None, None, None, None, None, None, None, 64, 2048, False): {
-            (8, 2048, 32): 1,
-        },
-        ((2, 256), (2, 256), (4, 256), None, None, None, None, None, None, None, 64, 2048, True): {
-            (8, 2048, 32): 1,
-        },
-        ((2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, None, 64, 256, True): {
-            (8, 1024, 8): 0,
-        },
-        ((2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, None, 64, 256, False): {
-            (8, 1024, 8): 0,
-        },
     },
 }
 
@@ -208,25 +161,11 @@ GLA_BWD_V_KERNEL = {
 
 GLA_BWD_QK_KERNEL = {
     "configs": [
-        {'block_sizes': [32, 128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4, 128), (4, 128), (2, 128), (2, 128), (2, 64), (2, 128, 128), (2, 128, 128), None, None, 64): {
-            (4, 4096, 64): 0,
-            (2, 16384, 16): 0,
-            (1, 8192, 96): 0,
-            (4, 2048, 16): 0,
-        },
-        ((2, 64), (2, 64), (4, 64), (4, 64), (2, 64), (2, 64), (2, 64), (2, 64, 64), (2, 64, 64), None, None, 64): {
-            (8, 1024, 8): 1,
-        },
-        ((2, 256), (2, 256), (4, 256), (4, 256), (2, 256), (2, 256), (2, 64), (2, 256, 256), (2, 256, 256), None, None, 64): {
-            (8, 2048, 32): 0,
-        },
     },
 }
 
@@ -258,12 +197,12 @@ def _pick(kernel, args):
     """The number of the config for a call: its tuned shape, else the nearest legal one, else the safe default.
 
     A call is its size (sizes 0 to 2 of the first tensor: batch, tokens, heads; 1 where it has fewer) and its form (for
-    each argument the item size and the widths of a tensor, an integer, or None).  A tuned form is legal for a call if
-    nothing of the call's is wider or larger: then what fitted in shared memory still does.
+    each argument the item size and the widths of a tensor, an integer up to 128, or None).  A tuned form is legal for a
+    call if nothing of the call's is wider or larger: then what fitted in shared memory still does.
     """
     size = (*args[0].shape, 1, 1)[:3]
-    form = [(x.element_size(), *x.shape[3:]) if isinstance(x, torch.Tensor) else x if isinstance(x, int) else None
-            for x in args]
+    form = [(x.element_size(), *x.shape[3:]) if isinstance(x, torch.Tensor)
+            else x if isinstance(x, int) and x <= 128 else None for x in args]
     best = None
     if torch.cuda.get_device_capability(args[0].device) == CAPABILITY:
         for tuned_form, sizes in kernel["tuned"].items():
@@ -282,7 +221,8 @@ def _pick(kernel, args):
 def _distance(form, tuned):
     """How far a call's form is from a tuned one: (widths, other differences), or None where the config may not fit.
 
-    An integer of at least 16 is a chunk's length and sizes tiles; smaller ones do not, and a vector's items do not.
+    An integer from 16 to 128 is a chunk's length and sizes tiles; smaller ones do not, larger ones are lengths of
+    sequences and make no difference, and a vector's items do not size tiles.
     """
     width = other = 0
     for x, y in zip(form, tuned):

@@ -11,9 +11,10 @@ and backwards, with D the gradient of the state at the chunk's end:
     dv_j = 2^(gl - gc_j) D^T k_j + scale sum_{i>=j} 2^(gc_i - gc_j) (k_j . q_i) do_i
     D'   = 2^gl D + scale sum_i q_i (2^gc_i do_i)^T
 
-One kernel walks along a sequence with S or D on chip, and gives o and every gradient: dq_i is o_i with do, v, k for
-q, k, v and S^T for S, dk_j is dv_j with v, do, q for k, q, do and D^T for D.  The gradient of a gate needs S and D of
-every chunk in one place; with it, states are written, and all chunks are independent for dq, dk and dg.
+One kernel walks along a sequence with S or D on chip and gives o, and without a gate every gradient too: dq_i is o_i
+with do, v, k for q, k, v and S^T for S, dk_j is dv_j with v, do, q for k, q, do and D^T for D.  The gradient of a gate
+needs S and D of every chunk in one place: then the backward walks once each way to write them, and all chunks are
+independent for the gradients.
 `g` is a natural logarithm of any strides, or None where there is no gate, or one that is the head's (retention).
 `_gates.py` makes gc of it, `_segments.py` says what a walk is along.
 """
@@ -26,7 +27,7 @@ from ._aot import kernel
 from ._gates import gate_cumsum_kernel, head_decay_kernel
 from ._host import last_contiguous, over_values
 from ._segments import joined_count, segment, segment_count, segment_length, segment_table
-from ._sequences import Tables, chunk_count, sequence_count
+from ._sequences import Tables, chunk, chunk_count, sequence_count
 from ._tile import decay_tile
 
 
@@ -86,8 +87,7 @@ def scalar_walk_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = scale (2^gc x S + (x y^T . decay) z), lower triangular, with S <- 2^gl S + y^T (2^(gl - gc) z) from s0 on.
 
-    Backwards, chunks in reverse: o = 2^(gl - gc) x S + scale (x y^T . decay) z, upper triangular, with
-    S <- 2^gl S + scale y^T (2^gc z).
+    Backwards, chunks in reverse and without a gate: o = x S + scale (x y^T) z, upper triangular, S <- S + scale y^T z.
 
     x, y [B,T,H,K], z [B,T,H,V], gc fp32 [B,T,H], s0 [N,H,K,V], S and gs as of scalar_segment_kernel, needed where a
     sequence has several segments -> o as z, the state after the walk fp32 [N,H,K,V].
@@ -134,17 +134,15 @@ def scalar_walk_kernel(
             if gc is None:
                 b_a = torch.where(pairs, b_a, 0.0)
             else:
-                b_ahead = torch.exp2(b_gc)
-                b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
-                b_a = b_a * decay_tile(b_gc if backwards else -b_gc, pairs)
-                b_o = b_o * (b_rest if backwards else b_ahead)[None, :]
+                b_a = b_a * decay_tile(-b_gc, pairs)
+                b_o = b_o * torch.exp2(b_gc)[None, :]
             if backwards:
                 b_o = hl.dot(b_z, (b_a * scale).to(z.dtype), acc=b_o)
             else:
                 b_o = hl.dot(b_z, b_a.to(z.dtype), acc=b_o) * scale
             hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
             if gc is not None:
-                b_f = b_ahead * scale if backwards else b_rest
+                b_f = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
                 b_z = (b_z.to(torch.float32) * b_f[None, :]).to(z.dtype)
                 b_S = b_S * torch.exp2(b_gl)
             elif backwards:
@@ -156,131 +154,165 @@ def scalar_walk_kernel(
 
 
 @kernel(dot_precision="tf32x3")
-def scalar_bwd_q_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, h0: torch.Tensor | None,
-    S: torch.Tensor | None, gs: torch.Tensor | None, segments: torch.Tensor | None, NT: int, scale: float,
-    C: hl.constexpr, L: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq_i = scale (2^gc_i S do_i + sum_{j<=i} decay_ij (do_i . v_j) k_j), as scalar_walk_kernel gives it.
+def scalar_state_kernel(
+    y: torch.Tensor, z: torch.Tensor, gc: torch.Tensor, s0: torch.Tensor | None, S: torch.Tensor | None,
+    gs: torch.Tensor | None, sequences: torch.Tensor | None, chunks: torch.Tensor | None, segments: torch.Tensor | None,
+    scale: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states of a walk, S <- 2^gl S + y^T (2^(gl - gc) z), written before each chunk.
 
-    And the first two of what, with x_i the term of dq_i through S and y_j that of dk_j through D, adds up to
-    dg_t = sum_{i>=t>j} scale decay_ij (q_i . k_j) (do_i . v_j) + sum_{i>=t} q_i . x_i + sum_{j<t} k_j . y_j
-           + 2^gl sum(S . D).
-
-    q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,T,H], h0 [N,H,K,V], S [NJ,H,K,V] and gs of scalar_segment_kernel or None
-    -> dq as q, dg fp32 [NK,B,T,H], a K tile each, and the states before each chunk, [B,NT,H,K,V] in q's dtype.
-    One program a segment, head and K tile.
+    Backwards, chunks in reverse, S <- 2^gl S + scale y^T (2^gc z): with q, do the gradients D of the states of k, v.
+    y [B,T,H,K], z [B,T,H,V], gc fp32 [B,T,H], s0 [N,H,K,V], S and gs of scalar_segment_kernel, needed where a sequence
+    has several segments -> states [B,NT,H,K,V] in z's dtype, the state after the walk fp32 [N,H,K,V].
+    One program a segment, head, K tile and V tile.
     """
-    B, T, H, K = q.size()
-    K, V = hl.specialize((K, v.size(3)))
-    NS = segment_count(segments, L, T, B)
+    B, T, H, K = y.size()
+    K, V = hl.specialize((K, z.size(3)))
+    N = sequence_count(sequences, B)
+    states = torch.empty([B, chunk_count(chunks, C, T), H, K, V], dtype=z.dtype, device=z.device)
+    s1 = torch.empty([N, H, K, V], dtype=torch.float32, device=z.device)
     BK = hl.register_block_size(16, K)
-    dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
-    dg = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=q.device)
-    states = torch.empty([B, NT, H, K, V], dtype=q.dtype, device=q.device)
-    for tile_sh, tile_k in hl.tile([NS * H, K], block_size=[1, BK]):
+    BV = hl.register_block_size(16, V)
+    for tile_sh, tile_k, tile_v in hl.tile([segment_count(segments, L, T, B) * H, K, V], block_size=[1, BK, BV]):
         i_s = tile_sh.begin // H
         i_h = tile_sh.begin % H
         i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
-        if h0 is None:
-            b_S = hl.zeros([tile_k, V], dtype=torch.float32)
+        before = stop - 1 - i_s if backwards else i_s - first
+        after = i_s - first if backwards else stop - 1 - i_s
+        if s0 is None:
+            b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
         else:
-            b_S = h0[i_n, i_h, tile_k, :].to(torch.float32)
+            b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32)
         if S is not None:
-            for i_r in hl.grid(i_s - first):
-                i_j = first + i_r - i_n
-                b_S = b_S * torch.exp2(gs[i_j, i_h]) + S[i_j, i_h, tile_k, :]
-        for i_c in hl.grid(count):
-            idx = hl.arange(C)
-            i_t = idx + i_c * C + begin
-            i_v = hl.arange(V)
+            for i_r in hl.grid(before):
+                i_j = (stop - 2 - i_r if backwards else first + i_r) - i_n
+                b_S = b_S * torch.exp2(gs[i_j, i_h]) + S[i_j, i_h, tile_k, tile_v]
+        for i_r in hl.grid(count):
+            i_c = count - 1 - i_r if backwards else i_r
+            states[i_b, i_first + i_c, i_h, tile_k, tile_v] = b_S.to(states.dtype)
+            i_t = hl.arange(C) + i_c * C + begin
             live = (i_t < end)[:, None]
             b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
             b_gl = gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h]
-            b_do = hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=live)
-            b_v = hl.load(v, [i_b, i_t, i_h, i_v], extra_mask=live)
-            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1)
-            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1)
-            b_s = b_S.to(q.dtype)
-            states[i_b, i_first + i_c, i_h, tile_k, :] = b_s
-            b_x = hl.dot(b_s, b_do.transpose(0, 1), out_dtype=torch.float32) * torch.exp2(b_gc)[None, :]
-            b_p = hl.dot(b_v, b_do.transpose(0, 1), out_dtype=torch.float32)
-            b_p = b_p * decay_tile(-b_gc, idx[:, None] <= idx[None, :])
-            b_w = hl.dot(b_k.transpose(0, 1), b_q, out_dtype=torch.float32)
-            b_w = torch.where(idx[:, None] < idx[None, :], b_w * b_p, 0.0)
-            b_e = torch.sum(b_x * b_q.to(torch.float32), 0) + (torch.sum(b_w, 0) - torch.sum(b_w, 1))
-            b_g = torch.sum(torch.where(idx[:, None] <= idx[None, :], b_e[None, :], 0.0), 1) * scale
-            b_g = torch.where(i_t < end, b_g, 0.0)
-            hl.store(dg, [tile_k.begin // BK, i_b, i_t, i_h], b_g, extra_mask=i_t < fill)
-            b_x = hl.dot(b_k, b_p.to(q.dtype), acc=b_x) * scale
-            hl.store(dq, [i_b, i_t, i_h, tile_k], b_x.to(dq.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
-            b_w = b_k.to(torch.float32) * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[None, :]
-            b_S = hl.dot(b_w.to(k.dtype), b_v, acc=b_S * torch.exp2(b_gl))
-    return dq, dg, states
+            b_y = hl.load(y, [i_b, i_t, i_h, tile_k], extra_mask=live)
+            b_z = hl.load(z, [i_b, i_t, i_h, tile_v], extra_mask=live)
+            b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
+            b_z = (b_z.to(torch.float32) * b_f[:, None]).to(z.dtype)
+            b_S = hl.dot(b_y.transpose(0, 1), b_z, acc=b_S * torch.exp2(b_gl))
+        if after == 0:
+            s1[i_n, i_h, tile_k, tile_v] = b_S
+    return states, s1
 
 
 @kernel(dot_precision="tf32x3")
-def scalar_bwd_k_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, dht: torch.Tensor | None,
-    D: torch.Tensor | None, gd: torch.Tensor | None, states: torch.Tensor, segments: torch.Tensor | None, scale: float,
-    C: hl.constexpr, L: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk_j = 2^(gl - gc_j) D v_j + scale sum_{i>=j} decay_ij (do_i . v_j) q_i, as scalar_walk_kernel gives it, and the
-    last two terms of dg, see scalar_bwd_q_kernel.
+def scalar_bwd_qk_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, S: torch.Tensor,
+    D: torch.Tensor, chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With P = scale (do v^T . decay), lower triangular:
 
-    Arguments as there, dht for h0, D and gd for S and gs -> dk as k, dg fp32 [NK,B,T,H], a K tile each.
-    One program a segment, head and K tile.
+        dq = scale 2^gc do S^T + P k      dk = 2^(gl - gc) v D^T + P^T q
+        dg_t = sum_{i >= t > j} P_ij q_i . k_j + sum_{i >= t} x_i + sum_{j < t} y_j + 2^gl sum(S . D)
+
+    where x_i = q_i . dq_i and y_j = k_j . dk_j hold the terms through S and D alone.
+
+    q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,T,H], S, D [B,NT,H,K,V] -> dq, dk as q, k, dg fp32
+    [NK,B,T,H], a K tile each.  One program a head, chunk and K tile.
     """
-    B, T, H, K = k.size()
+    B, T, H, K = q.size()
     K, V = hl.specialize((K, v.size(3)))
-    NS = segment_count(segments, L, T, B)
     BK = hl.register_block_size(16, K)
-    dk = torch.empty([B, T, H, K], dtype=k.dtype, device=k.device)
-    dg = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=k.device)
-    for tile_sh, tile_k in hl.tile([NS * H, K], block_size=[1, BK]):
-        i_s = tile_sh.begin // H
-        i_h = tile_sh.begin % H
-        i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
-        if dht is None:
-            b_D = hl.zeros([tile_k, V], dtype=torch.float32)
-        else:
-            b_D = dht[i_n, i_h, tile_k, :].to(torch.float32)
-        if D is not None:
-            for i_r in hl.grid(stop - 1 - i_s):
-                i_j = stop - 2 - i_r - i_n
-                b_D = b_D * torch.exp2(gd[i_j, i_h]) + D[i_j, i_h, tile_k, :]
-        for i_r in hl.grid(count):
-            i_c = count - 1 - i_r
-            idx = hl.arange(C)
-            i_t = idx + i_c * C + begin
-            i_v = hl.arange(V)
-            live = (i_t < end)[:, None]
-            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
-            b_gl = gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h]
-            b_S = states[i_b, i_first + i_c, i_h, tile_k, :]
-            b_m = torch.sum(torch.sum(b_D * b_S.to(torch.float32), 1), 0) * torch.exp2(b_gl)
-            b_do = hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=live)
-            b_v = hl.load(v, [i_b, i_t, i_h, i_v], extra_mask=live)
-            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1).to(torch.float32)
-            b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1)
-            b_y = hl.dot(b_D.to(k.dtype), b_v.transpose(0, 1), out_dtype=torch.float32)
-            b_y = b_y * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[None, :]
-            b_p = hl.dot(b_do, b_v.transpose(0, 1), out_dtype=torch.float32)
-            b_p = b_p * decay_tile(b_gc, idx[:, None] >= idx[None, :])
-            b_e = torch.sum(b_k * b_y, 0)
-            b_g = b_m + torch.sum(torch.where(idx[:, None] > idx[None, :], b_e[None, :], 0.0), 1)
-            b_g = torch.where(i_t < end, b_g, 0.0)
-            hl.store(dg, [tile_k.begin // BK, i_b, i_t, i_h], b_g, extra_mask=i_t < fill)
-            b_x = hl.dot(b_q, (b_p * scale).to(q.dtype), acc=b_y)
-            hl.store(dk, [i_b, i_t, i_h, tile_k], b_x.to(dk.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
-            b_w = b_q.to(torch.float32) * (torch.exp2(b_gc) * scale)[None, :]
-            b_D = hl.dot(b_w.to(q.dtype), b_do, acc=b_D * torch.exp2(b_gl))
-    return dk, dg
+    BV = hl.register_block_size(16, V)
+    dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
+    dk = torch.empty([B, T, H, K], dtype=k.dtype, device=q.device)
+    dg = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=q.device)
+    for tile_bh, tile_c, tile_k in hl.tile([B * H, chunk_count(chunks, C, T), K], block_size=[1, 1, BK]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        idx = hl.arange(C)
+        i_t = idx + begin
+        live = (i_t < end)[:, None]
+        written = (i_t < fill)[:, None]
+        b_p = hl.zeros([C, C], dtype=torch.float32)
+        b_dq = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_dk = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_SD = hl.zeros([tile_k], dtype=torch.float32)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live)
+            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live)
+            b_S = S[i_b, tile_c.begin, i_h, tile_k, tile_v]
+            b_D = D[i_b, tile_c.begin, i_h, tile_k, tile_v]
+            b_p = hl.dot(b_do, b_v.transpose(0, 1), acc=b_p)
+            b_dq = hl.dot(b_do, b_S.transpose(0, 1), acc=b_dq)
+            b_dk = hl.dot(b_v, b_D.transpose(0, 1), acc=b_dk)
+            b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
+        b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
+        b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
+        lower = idx[:, None] >= idx[None, :]
+        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
+        b_gl = gc[i_b, min(begin + C, fill) - 1, i_h]
+        b_p = torch.where(lower, b_p * scale, 0.0) * decay_tile(b_gc, lower)
+        b_dq = b_dq * (torch.exp2(b_gc) * scale)[:, None]
+        b_dk = b_dk * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
+        b_x = torch.sum(b_dq * b_q.to(torch.float32), 1)
+        b_y = torch.sum(b_dk * b_k.to(torch.float32), 1)
+        b_w = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
+        b_w = torch.where(idx[:, None] > idx[None, :], b_w * b_p, 0.0)
+        b_x = b_x + (torch.sum(b_w, 1) - torch.sum(b_w, 0))
+        b_dg = torch.sum(torch.where(idx[:, None] <= idx[None, :], b_x[None, :], b_y[None, :]), 1)
+        b_dg = torch.where(i_t < end, b_dg + torch.sum(b_SD, 0) * torch.exp2(b_gl), 0.0)
+        hl.store(dg, [tile_k.begin // BK, i_b, i_t, i_h], b_dg, extra_mask=i_t < fill)
+        b_p = b_p.to(q.dtype)
+        hl.store(dq, [i_b, i_t, i_h, tile_k], hl.dot(b_p, b_k, acc=b_dq).to(dq.dtype), extra_mask=written)
+        b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
+        hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=written)
+    return dq, dk, dg
 
 
-def _chunk(q: torch.Tensor) -> int:
-    """Tokens in a chunk: fp32 tiles of 64 spill more and lose more of a small gate that follows a strong one."""
-    return 32 if q.dtype == torch.float32 else 64
+@kernel(dot_precision="tf32x3")
+def scalar_bwd_v_kernel(
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, D: torch.Tensor,
+    chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
+) -> torch.Tensor:
+    """dv = 2^(gl - gc) k D + A^T do with A = scale (q k^T . decay), lower triangular.
+
+    q, k [B,T,H,K], gc fp32 [B,T,H], do [B,T,H,V], D [B,NT,H,K,V] -> dv as do.
+    One program a head, chunk and V tile.
+    """
+    B, T, H, K = q.size()
+    K, V = hl.specialize((K, do.size(3)))
+    dv = torch.empty([B, T, H, V], dtype=do.dtype, device=q.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
+    for tile_bh, tile_c, tile_v in hl.tile([B * H, chunk_count(chunks, C, T), V], block_size=[1, 1, BV]):
+        i_b = tile_bh.begin // H
+        i_h = tile_bh.begin % H
+        begin, end, fill = chunk(chunks, tile_c.begin, C, T)
+        idx = hl.arange(C)
+        i_t = idx + begin
+        live = (i_t < end)[:, None]
+        b_a = hl.zeros([C, C], dtype=torch.float32)
+        b_dv = hl.zeros([C, tile_v], dtype=torch.float32)
+        for tile_k in hl.tile(K, block_size=BK):
+            b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
+            b_a = hl.dot(b_k, hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1), acc=b_a)
+            b_dv = hl.dot(b_k, D[i_b, tile_c.begin, i_h, tile_k, tile_v], acc=b_dv)
+        upper = idx[:, None] <= idx[None, :]
+        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
+        b_gl = gc[i_b, min(begin + C, fill) - 1, i_h]
+        b_a = torch.where(upper, b_a * scale, 0.0) * decay_tile(-b_gc, upper)
+        b_dv = b_dv * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
+        b_dv = hl.dot(b_a.to(do.dtype), hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), acc=b_dv)
+        hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=(i_t < fill)[:, None])
+    return dv
+
+
+def _chunk(q: torch.Tensor, gated: bool) -> int:
+    """Tokens in a chunk: fp32 tiles of 64 spill more and lose more of a small gate that follows a strong one, and walks
+    with a large K have no room for loads ahead.  The gradient of a gate would write twice as many states.
+    """
+    return 32 if q.dtype == torch.float32 or not gated and q.size(-1) > 128 else 64
 
 
 def scalar_gate_fwd(
@@ -290,7 +322,7 @@ def scalar_gate_fwd(
     """o [B,T,H,V] in v's dtype, ht fp32 [N,H,K,V], and for the backward gc, the segments' states and gates (each may be
     None) and their table.
     """
-    C, sequences = _chunk(q), tables.sequences
+    C, sequences = _chunk(q, g is not None or head_decay), tables.sequences
     gc = None if g is None else gate_cumsum_kernel(g, tables.chunks, C)[0]
     if head_decay:
         gc = head_decay_kernel(q, tables.chunks, C)
@@ -304,21 +336,22 @@ def scalar_gate_fwd(
 def scalar_gate_bwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, h0: torch.Tensor | None, gc: torch.Tensor | None,
     S: torch.Tensor | None, gs: torch.Tensor | None, segments: torch.Tensor | None, scale: float, tables: Tables,
-    do: torch.Tensor, dht: torch.Tensor | None, with_dg: bool,
+    do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """dq, dk, dv in q's dtype, dg fp32 [B,T,H] (None unless with_dg), dh0 fp32 [N,H,K,V]."""
-    C, (sequences, chunks) = _chunk(q), tables
+    """dq, dk, dv in q's dtype, dg fp32 [B,T,H] (None without a gate), dh0 fp32 [N,H,K,V]."""
+    C, (sequences, chunks) = _chunk(q, gc is not None), tables
     L = segment_length(v, C)
     D, gd = (None, None) if L >= q.size(1) else scalar_segment_kernel(q, do, gc, segments, scale, C, L, True)
-    dv, dh0 = scalar_walk_kernel(k, q, do, gc, dht, D, gd, sequences, segments, scale, C, L, True)
-    if with_dg:
-        NT = chunk_count(chunks, C, q.size(1))
-        dq, dg, states = scalar_bwd_q_kernel(q, k, v, gc, do, h0, S, gs, segments, NT, scale, C, L)
-        dk, more = scalar_bwd_k_kernel(q, k, v, gc, do, dht, D, gd, states, segments, scale, C, L)
-        return dq, dk, dv, dg.sum(0) + more.sum(0), dh0
+    if gc is not None:
+        S, _ = scalar_state_kernel(k, v, gc, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
+        D, dh0 = scalar_state_kernel(q, do, gc, dht, D, gd, sequences, chunks, segments, scale, C, L, True)
+        dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, chunks, scale, C)
+        dv = scalar_bwd_v_kernel(q, k, gc, do, D, chunks, scale, C)
+        return dq, dk, dv, dg.sum(0), dh0
+    dv, dh0 = scalar_walk_kernel(k, q, do, None, dht, D, gd, sequences, segments, scale, C, L, True)
     h0, S, dht, D = (x if x is None else x.mT for x in (h0, S, dht, D))
-    dq, _ = scalar_walk_kernel(do, v, k, gc, h0, S, gs, sequences, segments, scale, C, L, False)
-    dk, _ = scalar_walk_kernel(v, do, q, gc, dht, D, gd, sequences, segments, scale, C, L, True)
+    dq, _ = scalar_walk_kernel(do, v, k, None, h0, S, gs, sequences, segments, scale, C, L, False)
+    dk, _ = scalar_walk_kernel(v, do, q, None, dht, D, gd, sequences, segments, scale, C, L, True)
     return dq, dk, dv, None, dh0
 
 
@@ -343,9 +376,8 @@ class _ScalarGate(torch.autograd.Function):
             return (None,) * 8
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
         dq, dk, dv, dg, dh0 = scalar_gate_bwd(
-            q, k, v, h0, gc, S, gs, segments, ctx.scale, Tables(*tables), do, last_contiguous(dht),
-            ctx.needs_input_grad[3])
-        dg = None if dg is None else dg.to(ctx.gate)
+            q, k, v, h0, gc, S, gs, segments, ctx.scale, Tables(*tables), do, last_contiguous(dht))
+        dg = None if ctx.gate is None else dg.to(ctx.gate)
         return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None, None, None
 
 
@@ -363,4 +395,5 @@ def scalar_gate(
     def run(q, k, v, initial_state, tables):
         return _ScalarGate.apply(q, k, v, g, initial_state, scale, tables, head_decay)
 
-    return over_values(run, q, k, v, initial_state, cu_seqlens, _chunk(q), state_v_first, (g,))
+    C = _chunk(q, g is not None or head_decay)
+    return over_values(run, q, k, v, initial_state, cu_seqlens, C, state_v_first, (g,))

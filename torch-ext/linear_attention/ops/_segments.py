@@ -2,26 +2,42 @@
 
 A walk takes one chunk after another, so that few sequences and heads leave most of a GPU idle.  So long sequences
 fall into segments of L tokens, whole chunks: one kernel sums what each segment adds to the state, then the walk along a
-segment begins from the sum over those before it.  L follows from shapes alone.  The segments of a batch of equal rows
-are arithmetic; those of sequences of any lengths stand in a table, and an empty sequence has one segment too, for its
-state.
+segment begins from the sum over those before it.  The sums read keys and values once more, so that where whole sequences
+fill the GPU each is one segment.  L follows from shapes alone.  The segments of a batch of equal rows are arithmetic;
+those of sequences of any lengths stand in a table, and an empty sequence has one segment too, for its state.
 """
 from __future__ import annotations
+
+import functools
 
 import helion.language as hl
 import torch
 
 from ._aot import kernel
 
-PROGRAMS = 512  # that a walk should have: two for each of an H200's 132 processors, twice
+TILES = 264  # tiles of 64 columns that walk at once: two for each of an H200's 132 processors
+SUMS = 0.4  # of a walk's time: what the sums of segments take
+LAUNCH = 8  # chunks: what one more kernel takes
+JOIN = 0.75  # of a chunk: what it takes to add the sum of one segment
 MIN_CHUNKS = 4  # of a segment
+MAX_SEGMENTS = 64  # of a sequence
 
 
 def segment_length(v: torch.Tensor, C: int) -> int:
-    """L, a multiple of C, for walks over v [B,T,H,V] with some 64 columns a program."""
+    """L, a multiple of C, for walks over v [B,T,H,V] of programs with 64 or 128 columns."""
     B, T, H, V = v.shape
-    wanted = B * T * H * -(-V // 64) // PROGRAMS
-    return min(max(wanted // C, MIN_CHUNKS), -(-T // C)) * C
+    return _chunks_of_a_segment(B * H * -(-V // 64), -(-T // C)) * C
+
+
+@functools.lru_cache(4096)
+def _chunks_of_a_segment(tiles: int, chunks: int) -> int:
+    """How many chunks make the walks of that many tiles over that many chunks shortest."""
+    def time(n):
+        turns = 2 / 3 if tiles * n <= TILES / 2 else -(-tiles * n // TILES)  # alone on a processor a tile is faster
+        walk = turns * (-(-chunks // n) + JOIN * (n - 1) / 2)
+        return walk + (n > 1) * (LAUNCH + SUMS * tiles * chunks / TILES)
+
+    return -(-chunks // min(range(1, max(min(chunks // MIN_CHUNKS, MAX_SEGMENTS), 1) + 1), key=time))
 
 
 def segment_table(sequences: torch.Tensor | None, T: int, C: int, L: int) -> torch.Tensor | None:
