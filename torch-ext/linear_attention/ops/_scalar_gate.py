@@ -11,10 +11,9 @@ and backwards, with D the gradient of the state at the chunk's end:
     dv_j = 2^(gl - gc_j) D^T k_j + scale sum_{i>=j} 2^(gc_i - gc_j) (k_j . q_i) do_i
     D'   = 2^gl D + scale sum_i q_i (2^gc_i do_i)^T
 
-One kernel walks along a sequence with S or D on chip and gives o, and without a gate every gradient too: dq_i is o_i
-with do, v, k for q, k, v and S^T for S, dk_j is dv_j with v, do, q for k, q, do and D^T for D.  The gradient of a gate
-needs S and D of every chunk in one place: then the backward walks once each way to write them, and all chunks are
-independent for the gradients.
+One kernel walks along a sequence with S or D on chip, and gives o and every gradient but a gate's: dq_i is o_i with do,
+v, k for q, k, v and S^T for S, dk_j is dv_j with v, do, q for k, q, do and D^T for D.  The gradient of a gate needs S
+and D of every chunk in one place: then the backward walks once each way to write them, and all chunks are independent.
 `g` is a natural logarithm of any strides, or None where there is no gate, or one that is the head's (retention).
 `_gates.py` makes gc of it, `_segments.py` says what a walk is along.
 """
@@ -87,7 +86,8 @@ def scalar_walk_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = scale (2^gc x S + (x y^T . decay) z), lower triangular, with S <- 2^gl S + y^T (2^(gl - gc) z) from s0 on.
 
-    Backwards, chunks in reverse and without a gate: o = x S + scale (x y^T) z, upper triangular, S <- S + scale y^T z.
+    Backwards, chunks in reverse: o = 2^(gl - gc) x S + scale (x y^T . decay) z, upper triangular, with
+    S <- 2^gl S + scale y^T (2^gc z).
 
     x, y [B,T,H,K], z [B,T,H,V], gc fp32 [B,T,H], s0 [N,H,K,V], S and gs as of scalar_segment_kernel, needed where a
     sequence has several segments -> o as z, the state after the walk fp32 [N,H,K,V].
@@ -128,21 +128,23 @@ def scalar_walk_kernel(
             b_x = hl.load(x, [i_b, i_t, i_h, i_k], extra_mask=live)
             b_y = hl.load(y, [i_b, i_t, i_h, i_k], extra_mask=live)
             b_z = hl.load(z, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
-            b_o = hl.dot(b_S.to(x.dtype), b_x.transpose(0, 1), out_dtype=torch.float32)
             b_a = hl.dot(b_y, b_x.transpose(0, 1), out_dtype=torch.float32)
             pairs = idx[:, None] >= idx[None, :] if backwards else idx[:, None] <= idx[None, :]
             if gc is None:
                 b_a = torch.where(pairs, b_a, 0.0)
             else:
-                b_a = b_a * decay_tile(-b_gc, pairs)
-                b_o = b_o * torch.exp2(b_gc)[None, :]
-            if backwards:
-                b_o = hl.dot(b_z, (b_a * scale).to(z.dtype), acc=b_o)
-            else:
-                b_o = hl.dot(b_z, b_a.to(z.dtype), acc=b_o) * scale
+                b_a = b_a * decay_tile(b_gc if backwards else -b_gc, pairs)
+            b_a = (b_a * scale).to(z.dtype) if backwards else b_a.to(z.dtype)
+            b_o = hl.dot(b_S.to(x.dtype), b_x.transpose(0, 1), out_dtype=torch.float32)
+            if gc is not None:
+                b_f = torch.clamp(b_gl - b_gc, max=0.0) if backwards else b_gc
+                b_o = b_o * torch.exp2(b_f)[None, :]
+            b_o = hl.dot(b_z, b_a, acc=b_o)
+            if not backwards:
+                b_o = b_o * scale
             hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
             if gc is not None:
-                b_f = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
+                b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
                 b_z = (b_z.to(torch.float32) * b_f[None, :]).to(z.dtype)
                 b_S = b_S * torch.exp2(b_gl)
             elif backwards:
@@ -207,7 +209,7 @@ def scalar_state_kernel(
 @kernel(dot_precision="tf32x3")
 def scalar_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, S: torch.Tensor,
-    D: torch.Tensor, chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
+    D: torch.Tensor, chunks: torch.Tensor | None, scale: float, C: hl.constexpr, with_dg: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With P = scale (do v^T . decay), lower triangular:
 
@@ -217,7 +219,7 @@ def scalar_bwd_qk_kernel(
     where x_i = q_i . dq_i and y_j = k_j . dk_j hold the terms through S and D alone.
 
     q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,T,H], S, D [B,NT,H,K,V] -> dq, dk as q, k, dg fp32
-    [NK,B,T,H], a K tile each.  One program a head, chunk and K tile.
+    [NK,B,T,H], a K tile each, written only with_dg.  One program a head, chunk and K tile.
     """
     B, T, H, K = q.size()
     K, V = hl.specialize((K, v.size(3)))
@@ -246,7 +248,8 @@ def scalar_bwd_qk_kernel(
             b_p = hl.dot(b_do, b_v.transpose(0, 1), acc=b_p)
             b_dq = hl.dot(b_do, b_S.transpose(0, 1), acc=b_dq)
             b_dk = hl.dot(b_v, b_D.transpose(0, 1), acc=b_dk)
-            b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
+            if with_dg:
+                b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
         b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
         b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
         lower = idx[:, None] >= idx[None, :]
@@ -255,14 +258,15 @@ def scalar_bwd_qk_kernel(
         b_p = torch.where(lower, b_p * scale, 0.0) * decay_tile(b_gc, lower)
         b_dq = b_dq * (torch.exp2(b_gc) * scale)[:, None]
         b_dk = b_dk * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
-        b_x = torch.sum(b_dq * b_q.to(torch.float32), 1)
-        b_y = torch.sum(b_dk * b_k.to(torch.float32), 1)
-        b_w = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
-        b_w = torch.where(idx[:, None] > idx[None, :], b_w * b_p, 0.0)
-        b_x = b_x + (torch.sum(b_w, 1) - torch.sum(b_w, 0))
-        b_dg = torch.sum(torch.where(idx[:, None] <= idx[None, :], b_x[None, :], b_y[None, :]), 1)
-        b_dg = torch.where(i_t < end, b_dg + torch.sum(b_SD, 0) * torch.exp2(b_gl), 0.0)
-        hl.store(dg, [tile_k.begin // BK, i_b, i_t, i_h], b_dg, extra_mask=i_t < fill)
+        if with_dg:
+            b_x = torch.sum(b_dq * b_q.to(torch.float32), 1)
+            b_y = torch.sum(b_dk * b_k.to(torch.float32), 1)
+            b_w = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
+            b_w = torch.where(idx[:, None] > idx[None, :], b_w * b_p, 0.0)
+            b_x = b_x + (torch.sum(b_w, 1) - torch.sum(b_w, 0))
+            b_dg = torch.sum(torch.where(idx[:, None] <= idx[None, :], b_x[None, :], b_y[None, :]), 1)
+            b_dg = torch.where(i_t < end, b_dg + torch.sum(b_SD, 0) * torch.exp2(b_gl), 0.0)
+            hl.store(dg, [tile_k.begin // BK, i_b, i_t, i_h], b_dg, extra_mask=i_t < fill)
         b_p = b_p.to(q.dtype)
         hl.store(dq, [i_b, i_t, i_h, tile_k], hl.dot(b_p, b_k, acc=b_dq).to(dq.dtype), extra_mask=written)
         b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
@@ -336,22 +340,22 @@ def scalar_gate_fwd(
 def scalar_gate_bwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, h0: torch.Tensor | None, gc: torch.Tensor | None,
     S: torch.Tensor | None, gs: torch.Tensor | None, segments: torch.Tensor | None, scale: float, tables: Tables,
-    do: torch.Tensor, dht: torch.Tensor | None,
+    do: torch.Tensor, dht: torch.Tensor | None, with_dg: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """dq, dk, dv in q's dtype, dg fp32 [B,T,H] (None without a gate), dh0 fp32 [N,H,K,V]."""
+    """dq, dk, dv in q's dtype, dg fp32 [B,T,H] (None unless with_dg), dh0 fp32 [N,H,K,V]."""
     C, (sequences, chunks) = _chunk(q, gc is not None), tables
     L = segment_length(v, C)
     D, gd = (None, None) if L >= q.size(1) else scalar_segment_kernel(q, do, gc, segments, scale, C, L, True)
-    if gc is not None:
+    if with_dg or gc is not None and q.size(-1) > 128:  # walks with a gate and a large K spill
         S, _ = scalar_state_kernel(k, v, gc, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
         D, dh0 = scalar_state_kernel(q, do, gc, dht, D, gd, sequences, chunks, segments, scale, C, L, True)
-        dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, chunks, scale, C)
+        dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, chunks, scale, C, with_dg)
         dv = scalar_bwd_v_kernel(q, k, gc, do, D, chunks, scale, C)
-        return dq, dk, dv, dg.sum(0), dh0
-    dv, dh0 = scalar_walk_kernel(k, q, do, None, dht, D, gd, sequences, segments, scale, C, L, True)
+        return dq, dk, dv, dg.sum(0) if with_dg else None, dh0
+    dv, dh0 = scalar_walk_kernel(k, q, do, gc, dht, D, gd, sequences, segments, scale, C, L, True)
     h0, S, dht, D = (x if x is None else x.mT for x in (h0, S, dht, D))
-    dq, _ = scalar_walk_kernel(do, v, k, None, h0, S, gs, sequences, segments, scale, C, L, False)
-    dk, _ = scalar_walk_kernel(v, do, q, None, dht, D, gd, sequences, segments, scale, C, L, True)
+    dq, _ = scalar_walk_kernel(do, v, k, gc, h0, S, gs, sequences, segments, scale, C, L, False)
+    dk, _ = scalar_walk_kernel(v, do, q, gc, dht, D, gd, sequences, segments, scale, C, L, True)
     return dq, dk, dv, None, dh0
 
 
@@ -376,8 +380,9 @@ class _ScalarGate(torch.autograd.Function):
             return (None,) * 8
         do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
         dq, dk, dv, dg, dh0 = scalar_gate_bwd(
-            q, k, v, h0, gc, S, gs, segments, ctx.scale, Tables(*tables), do, last_contiguous(dht))
-        dg = None if ctx.gate is None else dg.to(ctx.gate)
+            q, k, v, h0, gc, S, gs, segments, ctx.scale, Tables(*tables), do, last_contiguous(dht),
+            ctx.needs_input_grad[3])
+        dg = None if dg is None else dg.to(ctx.gate)
         return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None, None, None
 
 

@@ -2,8 +2,8 @@
 
 A walk takes one chunk after another, so that few sequences and heads leave most of a GPU idle.  So long sequences
 fall into segments of L tokens, whole chunks: one kernel sums what each segment adds to the state, then the walk along a
-segment begins from the sum over those before it.  The sums read keys and values once more, so that where whole sequences
-fill the GPU each is one segment.  L follows from shapes alone.  The segments of a batch of equal rows are arithmetic;
+segment begins from the sum over those before it.  The sums read keys and values once more, and so whole sequences that
+fill the GPU are one segment each.  L follows from shapes alone.  The segments of a batch of equal rows are arithmetic;
 those of sequences of any lengths stand in a table, and an empty sequence has one segment too, for its state.
 """
 from __future__ import annotations

@@ -225,26 +225,23 @@ def gla_segment_kernel(
 @kernel(dot_precision="tf32x3")
 def gla_state_kernel(
     x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, s0: torch.Tensor | None, S: torch.Tensor | None,
-    gs: torch.Tensor | None, others: torch.Tensor | None, sequences: torch.Tensor | None, chunks: torch.Tensor | None,
-    segments: torch.Tensor | None, scale: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gs: torch.Tensor | None, sequences: torch.Tensor | None, chunks: torch.Tensor | None, segments: torch.Tensor | None,
+    scale: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """S <- 2^gl S + scale x^T y, written before each chunk, from the first chunk on or from the last one back.
 
     x [B,T,H,K], y [B,T,H,V], gl fp32 [B,NT,H,K], s0 [N,H,K,V], S and gs of gla_segment_kernel, needed where a sequence
     has several segments -> states [B,NT,H,K,V] in y's dtype, the state after the walk fp32 [N,H,K,V].
-    With kg, v it gives the states, backwards with qg, do their gradients D; with the former for `others` also 2^gl
-    times the sums of S D over each V tile, fp32 [B,NT,H,NV,K].
+    With kg, v it gives the states, backwards with qg, do their gradients D.
     One program a segment, head, K tile and V tile.
     """
     B, T, H, K = x.size()
     K, V = hl.specialize((K, y.size(3)))
     N = sequence_count(sequences, B)
-    NT = chunk_count(chunks, C, T)
-    states = torch.empty([B, NT, H, K, V], dtype=y.dtype, device=y.device)
+    states = torch.empty([B, chunk_count(chunks, C, T), H, K, V], dtype=y.dtype, device=y.device)
     s1 = torch.empty([N, H, K, V], dtype=torch.float32, device=y.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    sums = torch.empty([B, NT, H, (V + BV - 1) // BV, K], dtype=torch.float32, device=y.device)
     for tile_sh, tile_k, tile_v in hl.tile([segment_count(segments, L, T, B) * H, K, V], block_size=[1, BK, BV]):
         i_s = tile_sh.begin // H
         i_h = tile_sh.begin % H
@@ -266,15 +263,11 @@ def gla_state_kernel(
             live = (i_t < end)[:, None]
             b_x = hl.load(x, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_y = hl.load(y, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            b_gl = torch.exp2(gl[i_b, i_first + i_c, i_h, tile_k])
-            if others is not None:
-                b_m = b_S * others[i_b, i_first + i_c, i_h, tile_k, tile_v].to(torch.float32)
-                sums[i_b, i_first + i_c, i_h, tile_v.id, tile_k] = torch.sum(b_m, 1) * b_gl
-            b_S = b_S * b_gl[:, None]
+            b_S = b_S * torch.exp2(gl[i_b, i_first + i_c, i_h, tile_k])[:, None]
             b_S = b_S + hl.dot(b_x.transpose(0, 1), b_y, out_dtype=torch.float32) * scale
         if after == 0:
             s1[i_n, i_h, tile_k, tile_v] = b_S
-    return states, s1, sums
+    return states, s1
 
 
 @kernel(dot_precision="tf32x3")
@@ -345,8 +338,7 @@ def gla_bwd_v_kernel(
 @kernel(dot_precision="tf32x3")
 def gla_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
-    dA: torch.Tensor, S: torch.Tensor, D: torch.Tensor, sums: torch.Tensor, chunks: torch.Tensor | None, scale: float,
-    C: hl.constexpr,
+    dA: torch.Tensor, S: torch.Tensor, D: torch.Tensor, chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With x = scale 2^gc do S^T, y = 2^(gl - gc) v D^T and e_ij = 2^(gc_i - gc_j):
 
@@ -355,8 +347,8 @@ def gla_bwd_qk_kernel(
     dg_t = sum_{i>=t>j} q_i dA_ij e_ij k_j + sum_{i>=t} (q x)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
     with every sum of dg in each channel.
 
-    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], v, do [B,T,H,V], dA [B,T,H,C], S, D [B,NT,H,K,V] and sums
-    as of gla_state_kernel -> dq, dk in q's dtype, dg fp32.
+    q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], v, do [B,T,H,V], dA [B,T,H,C], S, D [B,NT,H,K,V]
+    -> dq, dk in q's dtype, dg fp32.
     One program a head, chunk and K tile.
     """
     B, T, H, K = q.size()
@@ -382,11 +374,13 @@ def gla_bwd_qk_kernel(
         b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
         b_x = hl.zeros([C, tile_k], dtype=torch.float32)
         b_y = hl.zeros([C, tile_k], dtype=torch.float32)
+        b_z = hl.zeros([tile_k], dtype=torch.float32)
         for tile_v in hl.tile(V, block_size=BV):
-            b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            b_x = hl.dot(b_do, S[i_b, tile_c.begin, i_h, tile_k, tile_v].transpose(0, 1), acc=b_x)
-            b_y = hl.dot(b_v, D[i_b, tile_c.begin, i_h, tile_k, tile_v].transpose(0, 1), acc=b_y)
+            b_S = S[i_b, tile_c.begin, i_h, tile_k, tile_v]
+            b_D = D[i_b, tile_c.begin, i_h, tile_k, tile_v]
+            b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), b_S.transpose(0, 1), acc=b_x)
+            b_y = hl.dot(hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live), b_D.transpose(0, 1), acc=b_y)
+            b_z = b_z + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
         b_x = b_x * torch.exp2(b_gc) * scale
         b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
         b_u, b_v, b_w = block_gradients(b_q, b_k, b_dA, b_gc, levels, C)
@@ -395,10 +389,7 @@ def gla_bwd_qk_kernel(
         b_dk = b_dk + b_v + b_y
         b_dg = block_gate_sums(b_w + b_q.to(torch.float32) * b_x, levels, q.dtype, C)
         b_dg = b_dg + later_gate_sums(b_k.to(torch.float32) * b_y, q.dtype, C)
-        b_z = hl.zeros([tile_k], dtype=torch.float32)
-        for i_m in hl.grid(sums.size(3)):
-            b_z = b_z + sums[i_b, tile_c.begin, i_h, i_m, tile_k]
-        b_dg = torch.where(live, b_dg + b_z[None, :], 0.0)
+        b_dg = torch.where(live, b_dg + (b_z * torch.exp2(b_gl))[None, :], 0.0)
         hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=written)
         hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=written)
         hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=written)
@@ -475,7 +466,7 @@ def chunk_gla_fwd(
     if q.size(-1) <= WALK_K:
         o, ht = gla_fwd_o_kernel(qg, kg, v, A, gl, h0, S, gs, sequences, segments, scale, L)
     else:
-        states, ht, _ = gla_state_kernel(kg, v, gl, h0, S, gs, None, sequences, chunks, segments, 1.0, C, L, False)
+        states, ht = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
         o = gla_out_kernel(qg, v, A, states, chunks, scale)
     return o, ht, S, gs, segments
 
@@ -493,12 +484,13 @@ def chunk_gla_bwd(
     A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, C)
     gla_far_scores_kernel(q, k, gc, gl, A, chunks, C)
     D, gd = (None, None) if L >= q.size(1) else gla_segment_kernel(qg, do, gl, segments, scale, C, L, True)
-    S, _, _ = gla_state_kernel(kg, v, gl, h0, S, gs, None, sequences, chunks, segments, 1.0, C, L, False)
-    D, dh0, sums = gla_state_kernel(qg, do, gl, dht, D, gd, S, sequences, chunks, segments, scale, C, L, True)
+    D, dh0 = gla_state_kernel(qg, do, gl, dht, D, gd, sequences, chunks, segments, scale, C, L, True)
     del qg
     dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, chunks, scale)
-    del A, kg
-    dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, sums, chunks, scale, C)
+    del A
+    S, _ = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
+    del kg
+    dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, chunks, scale, C)
     gla_far_bwd_qk_kernel(q, k, gc, gl, dA, dq, dk, dg, chunks, C)
     return dq, dk, dv, dg.to(g.dtype), dh0
 
