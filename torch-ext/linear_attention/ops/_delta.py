@@ -36,7 +36,7 @@ def delta_fwd_o_kernel(
     N = sequence_count(sequences, B)
     ht = torch.empty([N, HV, K, V], dtype=torch.float32, device=u.device)
     BV = hl.register_block_size(16, V)
-    for tile_nh, tile_v in hl.tile([N * HV, V], block_size=[1, BV]):
+    for tile_v, tile_nh in hl.tile([V, N * HV], block_size=[BV, 1]):
         i_n = tile_nh.begin // HV
         i_h = tile_nh.begin % HV
         i_b, first, count, begin, end, fill = sequence(sequences, i_n, C, T)
@@ -81,7 +81,7 @@ def delta_fwd_state_kernel(
     S = torch.empty([B, all_chunks(sequences, C, T), HV, K, V], dtype=u.dtype, device=u.device)
     n = torch.empty([B, T, HV, V], dtype=u.dtype, device=u.device)
     BV = hl.register_block_size(16, V)
-    for tile_nh, tile_v in hl.tile([N * HV, V], block_size=[1, BV]):
+    for tile_v, tile_nh in hl.tile([V, N * HV], block_size=[BV, 1]):
         i_n = tile_nh.begin // HV
         i_h = tile_nh.begin % HV
         i_b, first, count, begin, end, fill = sequence(sequences, i_n, C, T)
@@ -124,7 +124,7 @@ def delta_bwd_state_kernel(
     dn = torch.empty([B, T, HV, V], dtype=do.dtype, device=do.device)
     dh0 = torch.empty([N, HV, K, V], dtype=torch.float32, device=do.device)
     BV = hl.register_block_size(16, V)
-    for tile_nh, tile_v in hl.tile([N * HV, V], block_size=[1, BV]):
+    for tile_v, tile_nh in hl.tile([V, N * HV], block_size=[BV, 1]):
         i_n = tile_nh.begin // HV
         i_h = tile_nh.begin % HV
         i_b, first, count, begin, end, fill = sequence(sequences, i_n, C, T)

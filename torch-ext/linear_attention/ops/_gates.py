@@ -29,7 +29,7 @@ def gate_cumsum_kernel(
     gc = torch.empty([B, T, H], dtype=torch.float32, device=g.device)
     gl = torch.empty([B, NT, H], dtype=torch.float32, device=g.device)
     BH = hl.register_block_size(1, 64)
-    for tile_b, tile_c, tile_h in hl.tile([B, NT, H], block_size=[1, 1, BH]):
+    for tile_h, tile_b, tile_c in hl.tile([H, B, NT], block_size=[BH, 1, 1]):
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)
         i_t = hl.arange(C) + begin
         b_g = log2_gate(hl.load(g, [tile_b.begin, i_t, tile_h], extra_mask=(i_t < end)[:, None]))
@@ -47,7 +47,7 @@ def head_decay_kernel(q: torch.Tensor, chunks: torch.Tensor | None, C: hl.conste
     NT = chunk_count(chunks, C, T)
     gc = torch.empty([B, T, H], dtype=torch.float32, device=q.device)
     BH = hl.register_block_size(1, 64)
-    for tile_b, tile_c, tile_h in hl.tile([B, NT, H], block_size=[1, 1, BH]):
+    for tile_h, tile_b, tile_c in hl.tile([H, B, NT], block_size=[BH, 1, 1]):
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)
         i_t = hl.arange(C) + begin
         b_n = torch.clamp(torch.clamp(i_t, max=end - 1) - begin + 1, min=0).to(torch.float32)  # tokens that count
@@ -87,7 +87,7 @@ def channel_gate_cumsum_kernel(
     gc = torch.empty([B, T, H, K], dtype=torch.float32, device=g.device)
     gl = torch.empty([B, NT, H, K], dtype=torch.float32, device=g.device)
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_c, tile_k in hl.tile([B * H, NT, K], block_size=[1, 1, BK]):
+    for tile_k, tile_bh, tile_c in hl.tile([K, B * H, NT], block_size=[BK, 1, 1]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)
@@ -125,7 +125,7 @@ def channel_gate_bwd_kernel(
     dA_log = torch.empty([B, NP, H, K], dtype=torch.float32, device=g.device)
     ddt_bias = torch.empty([B, NP, H, K], dtype=torch.float32, device=g.device)
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_p, tile_k in hl.tile([B * H, NP, K], block_size=[1, 1, BK]):
+    for tile_k, tile_bh, tile_p in hl.tile([K, B * H, NP], block_size=[BK, 1, 1]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
         i_t = tile_p.begin * 64 + hl.arange(64)

@@ -260,7 +260,7 @@ def kda_bwd_qk_kernel(
     dk = torch.empty([B, T, HV, K], dtype=q.dtype, device=q.device)
     dg = torch.empty([B, T, HV, K], dtype=torch.float32, device=q.device)
     dbeta = torch.empty([(K + BK - 1) // BK, B, T, HV], dtype=torch.float32, device=q.device)
-    for tile_bh, tile_c, tile_k in hl.tile([B * HV, NT, K], block_size=[1, 1, BK]):
+    for tile_k, tile_bh, tile_c in hl.tile([K, B * HV, NT], block_size=[BK, 1, 1]):
         i_b = tile_bh.begin // HV
         i_h = tile_bh.begin % HV
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)

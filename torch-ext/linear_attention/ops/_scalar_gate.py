@@ -47,7 +47,7 @@ def scalar_segment_kernel(
     gs = torch.empty([NJ, H], dtype=torch.float32, device=y.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_sh, tile_k, tile_v in hl.tile([segment_count(segments, L, T, B) * H, K, V], block_size=[1, BK, BV]):
+    for tile_k, tile_v, tile_sh in hl.tile([K, V, segment_count(segments, L, T, B) * H], block_size=[BK, BV, 1]):
         i_s = tile_sh.begin // H
         i_h = tile_sh.begin % H
         i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
@@ -100,7 +100,7 @@ def scalar_walk_kernel(
     o = torch.empty([B, T, H, V], dtype=z.dtype, device=z.device)
     s1 = torch.empty([N, H, K, V], dtype=torch.float32, device=z.device)
     BV = hl.register_block_size(16, V)
-    for tile_sh, tile_v in hl.tile([NS * H, V], block_size=[1, BV]):
+    for tile_v, tile_sh in hl.tile([V, NS * H], block_size=[BV, 1]):
         i_s = tile_sh.begin // H
         i_h = tile_sh.begin % H
         i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
@@ -175,7 +175,7 @@ def scalar_state_kernel(
     s1 = torch.empty([N, H, K, V], dtype=torch.float32, device=z.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_sh, tile_k, tile_v in hl.tile([segment_count(segments, L, T, B) * H, K, V], block_size=[1, BK, BV]):
+    for tile_k, tile_v, tile_sh in hl.tile([K, V, segment_count(segments, L, T, B) * H], block_size=[BK, BV, 1]):
         i_s = tile_sh.begin // H
         i_h = tile_sh.begin % H
         i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
@@ -228,7 +228,7 @@ def scalar_bwd_qk_kernel(
     dq = torch.empty([B, T, H, K], dtype=q.dtype, device=q.device)
     dk = torch.empty([B, T, H, K], dtype=k.dtype, device=q.device)
     dg = torch.empty([(K + BK - 1) // BK, B, T, H], dtype=torch.float32, device=q.device)
-    for tile_bh, tile_c, tile_k in hl.tile([B * H, chunk_count(chunks, C, T), K], block_size=[1, 1, BK]):
+    for tile_k, tile_bh, tile_c in hl.tile([K, B * H, chunk_count(chunks, C, T)], block_size=[BK, 1, 1]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)
@@ -289,7 +289,7 @@ def scalar_bwd_v_kernel(
     dv = torch.empty([B, T, H, V], dtype=do.dtype, device=q.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_bh, tile_c, tile_v in hl.tile([B * H, chunk_count(chunks, C, T), V], block_size=[1, 1, BV]):
+    for tile_v, tile_bh, tile_c in hl.tile([V, B * H, chunk_count(chunks, C, T)], block_size=[BV, 1, 1]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)

@@ -152,7 +152,7 @@ def gla_fwd_o_kernel(
     N = sequence_count(sequences, B)
     ht = torch.empty([N, H, K, V], dtype=torch.float32, device=v.device)
     BV = hl.register_block_size(16, V)
-    for tile_sh, tile_v in hl.tile([segment_count(segments, L, T, B) * H, V], block_size=[1, BV]):
+    for tile_v, tile_sh in hl.tile([V, segment_count(segments, L, T, B) * H], block_size=[BV, 1]):
         i_s = tile_sh.begin // H
         i_h = tile_sh.begin % H
         i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
@@ -197,7 +197,7 @@ def gla_segment_kernel(
     gs = torch.empty([NJ, H, K], dtype=torch.float32, device=y.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_sh, tile_k, tile_v in hl.tile([segment_count(segments, L, T, B) * H, K, V], block_size=[1, BK, BV]):
+    for tile_k, tile_v, tile_sh in hl.tile([K, V, segment_count(segments, L, T, B) * H], block_size=[BK, BV, 1]):
         i_s = tile_sh.begin // H
         i_h = tile_sh.begin % H
         i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
@@ -242,7 +242,7 @@ def gla_state_kernel(
     s1 = torch.empty([N, H, K, V], dtype=torch.float32, device=y.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_sh, tile_k, tile_v in hl.tile([segment_count(segments, L, T, B) * H, K, V], block_size=[1, BK, BV]):
+    for tile_k, tile_v, tile_sh in hl.tile([K, V, segment_count(segments, L, T, B) * H], block_size=[BK, BV, 1]):
         i_s = tile_sh.begin // H
         i_h = tile_sh.begin % H
         i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
@@ -283,7 +283,7 @@ def gla_out_kernel(
     o = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_bh, tile_c, tile_v in hl.tile([B * H, chunk_count(chunks, C, T), V], block_size=[1, 1, BV]):
+    for tile_v, tile_bh, tile_c in hl.tile([V, B * H, chunk_count(chunks, C, T)], block_size=[BV, 1, 1]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)
@@ -360,7 +360,7 @@ def gla_bwd_qk_kernel(
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
     BV = hl.register_block_size(16, V)
-    for tile_bh, tile_c, tile_k in hl.tile([B * H, NT, K], block_size=[1, 1, BK]):
+    for tile_k, tile_bh, tile_c in hl.tile([K, B * H, NT], block_size=[BK, 1, 1]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)
@@ -411,7 +411,7 @@ def gla_far_bwd_qk_kernel(
     NT = chunk_count(chunks, C, T)
     levels = C.bit_length() - 1
     BK = hl.register_block_size(16, K)
-    for tile_bh, tile_n, tile_k in hl.tile([B * H, NT, K], block_size=[1, FAR_CHUNKS, BK]):
+    for tile_k, tile_bh, tile_n in hl.tile([K, B * H, NT], block_size=[BK, 1, FAR_CHUNKS]):
         i_b = tile_bh.begin // H
         i_h = tile_bh.begin % H
         for i_c in hl.grid(tile_n.begin, tile_n.end):
