@@ -59,30 +59,23 @@ GLA_FAR_SCORES_KERNEL = {
 
 GLA_FWD_O_KERNEL = {
     "configs": [
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None, None): {
+        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None, None, None, None, None, None): {
             (1, 8192, 96): 0,
             (4, 2048, 16): 1,
-            (2, 16384, 16): 3,
+            (4, 4096, 64): 0,
         },
-        ((2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, None): {
-            (8, 1024, 8): 2,
-        },
-        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None, None, None, None, None, None): {
-            (1, 8192, 96): 3,
-            (4, 2048, 16): 2,
-            (4, 4096, 64): 3,
+        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None, None): {
+            (2, 16384, 16): 0,
         },
         ((2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None, None, None, None, None, None): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 1,
         },
     },
 }
@@ -90,27 +83,16 @@ GLA_FWD_O_KERNEL = {
 GLA_SEGMENT_KERNEL = {
     "configs": [
         {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
-        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (4, 128), None, None, 64, None, False): {
-            (1, 8192, 96): 0,
-            (4, 2048, 16): 0,
             (2, 16384, 16): 0,
         },
         ((2, 128), (2, 128), (4, 128), None, None, 64, None, True): {
-            (1, 8192, 96): 0,
-            (4, 2048, 16): 0,
             (2, 16384, 16): 0,
-        },
-        ((2, 64), (2, 64), (4, 64), None, None, 64, None, False): {
-            (8, 1024, 8): 1,
-        },
-        ((2, 64), (2, 64), (4, 64), None, None, 64, None, True): {
-            (8, 1024, 8): 1,
         },
     },
 }
