@@ -109,6 +109,12 @@ TABLE = {
 }
 
 
+def test_lengths_are_no_part_of_a_form():
+    described = ["bf16[1,8192,96,128]", None, 64, False, 4096]
+    assert render_configs.form_of(described) == render_configs.form_of([*described[:-1], 576])
+    assert render_configs.form_of(described) != render_configs.form_of([*described[:2], 32, *described[3:]])
+
+
 def pick(B, T, H, K, V, dtype=torch.bfloat16, gate=True, state=False, C=64):
     """The config that TABLE gives a call on sm90."""
     space = {"torch": torch, "math": __import__("math"), "CAPABILITY": (9, 0)}
