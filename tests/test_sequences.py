@@ -106,6 +106,23 @@ def test_table_of_segments(lengths, tail, device, package):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_segments_of_what_falls_stay_inside(device, package):
+    """Sums of segments have T // L rows, s - n for segment s of sequence n, also where cu_seqlens falls."""
+    ops = {name: importlib.import_module(f"{package.__name__}.ops.{name}") for name in ("_sequences", "_segments")}
+    T, C = 64, 16
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(2, 9, (30,), generator=generator).tolist()
+    falling = [torch.randint(-10, T + 10, (n,), generator=generator) for n in sizes]
+    for ends in (torch.tensor([0, 64, 0, 64, 0, 64]), *falling):
+        sequences = ops["_sequences"].sequence_tables(ends.to(device), T, C).sequences
+        for size in (1, 2):
+            for s, row in enumerate(ops["_segments"].segment_table_kernel(sequences, T, C, size * C).tolist()):
+                n, first, stop = row[3:6]
+                if first <= s < stop:
+                    assert 0 <= first - n and stop - 2 - n < T // (size * C), (ends.tolist(), s, row)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("B, T, H, packed", [(2, 0, 2, 0), (0, 5, 2, 0), (2, 5, 0, 0), (1, 0, 2, 3), (1, 5, 0, 2)])
 @pytest.mark.parametrize("op", OPERATORS)
 def test_empty(op, B, T, H, packed, device, package):

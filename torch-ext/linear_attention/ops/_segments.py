@@ -87,7 +87,8 @@ def segment_table_kernel(sequences: torch.Tensor, T: int, C: int, L: int) -> tor
 
     sequences int32 [N,5], of Tables, for chunks of C tokens -> int32 [T // L + N, 8].  Segments after a sequence's end,
     which only write zeros, and rows that stand for none, are neither before nor after another one in a walk: for them
-    the first segment is the next row, and the one after the last the row itself.
+    the first segment is the next row, and the one after the last the row itself.  A walk keeps the sum of segment s of
+    sequence n in row s - n: with one segment of each sequence less these are T // L rows, whatever `sequences` holds.
     One program a tile of segments, each going through all sequences.
     """
     N = sequences.size(0)
@@ -117,9 +118,9 @@ def segment_table_kernel(sequences: torch.Tensor, T: int, C: int, L: int) -> tor
         b_begin = hl.load(sequences, [b_n, 0])
         b_end = hl.load(sequences, [b_n, 1])
         b_count = segments_of(b_end - b_begin, L)
-        b_stop = torch.clamp(b_first + b_count, max=NS)
+        b_stop = torch.minimum(b_first + b_count, T // L + b_n + 1)  # which sequences that do not fall never reach
         b_rest = torch.clamp(hl.load(sequences, [b_n, 4]) - b_nth * size, min=0, max=size)
-        part = used & (b_nth < b_count)  # of a walk: else only zeros are written
+        part = used & (tile_s.index < b_stop)  # of a walk: else only zeros are written
         segments[tile_s, 0] = torch.where(used, b_begin + b_nth * L, T).to(torch.int32)
         segments[tile_s, 1] = b_end
         segments[tile_s, 2] = hl.load(sequences, [b_n, 2])
