@@ -14,6 +14,7 @@ and backwards, with D the gradient of the state at the chunk's end:
 One kernel walks along a sequence with S or D on chip, and gives o and every gradient but a gate's: dq_i is o_i with do,
 v, k for q, k, v and S^T for S, dk_j is dv_j with v, do, q for k, q, do and D^T for D.  The gradient of a gate needs S
 and D of every chunk in one place: then the backward walks once each way to write them, and all chunks are independent.
+So it does with a gate and a large K too, where walks spill.
 `g` is a natural logarithm of any strides, or None where there is no gate, or one that is the head's (retention).
 `_gates.py` makes gc of it, `_segments.py` says what a walk is along.
 """
@@ -314,7 +315,8 @@ def scalar_bwd_v_kernel(
 
 def _chunk(q: torch.Tensor, gated: bool) -> int:
     """Tokens in a chunk: fp32 tiles of 64 spill more and lose more of a small gate that follows a strong one, and walks
-    with a large K have no room for loads ahead.  The gradient of a gate would write twice as many states.
+    with a large K have no room for loads ahead.  With a gate it stays 64 there: shorter chunks walk no faster, and their
+    states, which the backward writes, would be twice as many.
     """
     return 32 if q.dtype == torch.float32 or not gated and q.size(-1) > 128 else 64
 
@@ -353,7 +355,7 @@ def scalar_gate_bwd(
         dv = scalar_bwd_v_kernel(q, k, gc, do, D, chunks, scale, C)
         return dq, dk, dv, dg.sum(0) if with_dg else None, dh0
     dv, dh0 = scalar_walk_kernel(k, q, do, gc, dht, D, gd, sequences, segments, scale, C, L, True)
-    h0, S, dht, D = (x if x is None else x.mT for x in (h0, S, dht, D))
+    h0, S, dht, D = (x if x is None else x.mT for x in (h0, S, dht, D))  # views: dq, dk walk with transposed states
     dq, _ = scalar_walk_kernel(do, v, k, gc, h0, S, gs, sequences, segments, scale, C, L, False)
     dk, _ = scalar_walk_kernel(v, do, q, gc, dht, D, gd, sequences, segments, scale, C, L, True)
     return dq, dk, dv, None, dh0

@@ -46,12 +46,12 @@ def segment_table(sequences: torch.Tensor | None, T: int, C: int, L: int) -> tor
 
 
 def segment_count(segments, L, T, B):
-    """Segments in all."""
+    """Rows of the table of segments, or segments in all of a batch of equal rows."""
     return B * ((T + L - 1) // L) if segments is None else segments.size(0)
 
 
 def joined_count(segments, L, T, B):
-    """Segments that have another one after them in a walk: all but one of each sequence."""
+    """Rows of the sums of segments: enough for those that have another one after them in a walk."""
     return B * ((T + L - 1) // L - 1) if segments is None else T // L
 
 
