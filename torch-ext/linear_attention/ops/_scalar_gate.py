@@ -315,8 +315,8 @@ def scalar_bwd_v_kernel(
 
 def _chunk(q: torch.Tensor, gated: bool) -> int:
     """Tokens in a chunk: fp32 tiles of 64 spill more and lose more of a small gate that follows a strong one, and walks
-    with a large K have no room for loads ahead.  With a gate it stays 64 there: shorter chunks walk no faster, and their
-    states, which the backward writes, would be twice as many.
+    with a large K have no room for loads ahead.  With a gate it stays 64 there: shorter chunks walk no faster, and
+    their states, which the backward writes, would be twice as many.
     """
     return 32 if q.dtype == torch.float32 or not gated and q.size(-1) > 128 else 64
 
@@ -355,7 +355,7 @@ def scalar_gate_bwd(
         dv = scalar_bwd_v_kernel(q, k, gc, do, D, chunks, scale, C)
         return dq, dk, dv, dg.sum(0) if with_dg else None, dh0
     dv, dh0 = scalar_walk_kernel(k, q, do, gc, dht, D, gd, sequences, segments, scale, C, L, True)
-    h0, S, dht, D = (x if x is None else x.mT for x in (h0, S, dht, D))  # views: dq, dk walk with transposed states
+    h0, S, dht, D = (x if x is None else x.mT for x in (h0, S, dht, D))  # views: dq and dk walk with S^T, D^T
     dq, _ = scalar_walk_kernel(do, v, k, gc, h0, S, gs, sequences, segments, scale, C, L, False)
     dk, _ = scalar_walk_kernel(v, do, q, gc, dht, D, gd, sequences, segments, scale, C, L, True)
     return dq, dk, dv, None, dh0
