@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import DELTA, GATED, OPERATORS, Case, make
 from filelock import FileLock
-from numerics import run
+from numerics import in_fp64, rms, run
 from test_ops import DEVICES, operator
 from torch.utils.checkpoint import checkpoint
 
@@ -87,6 +87,20 @@ def test_one_tensor_for_all(op, device, package):
     for name in got:
         total = sum(apart[f"d{y}"].float() for y in "qkv") if name == "dv" else apart[name]
         torch.testing.assert_close(got[name].float(), total.float(), rtol=2e-2, atol=1e-2 if name == "dv" else 0)
+
+
+@ON
+@pytest.mark.parametrize("op", [op for op in OPERATORS if op not in DELTA])
+def test_scores_that_fp16_holds_with_their_scale_alone(op, device, package, reference):
+    """Each token's own q . k is 204800, which is beyond fp16's range; o and all gradients are within it."""
+    inputs, do, _ = make(Case(op, T=96, K=128, dtype="fp16", h0=False, ht=False, roots="o"), device)
+    keys = 40 * inputs["k"].sign()
+    inputs |= {"q": keys.clone(), "k": keys, "v": inputs["v"] / 100}
+    do = do / 100
+    got = run(operator(package, op), inputs, do, None, ("q", "k", "v"))
+    exact = run(getattr(reference, op), in_fp64(inputs), do, None, ("q", "k", "v"))
+    for name, x in got.items():
+        assert rms(x - exact[name]) <= 2e-3 * rms(exact[name]), name
 
 
 @pytest.mark.gpu

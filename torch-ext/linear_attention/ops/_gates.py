@@ -20,13 +20,13 @@ def gate_cumsum_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """gc, the log2 gate summed from the begin of each chunk of C tokens to a token, and gl, the sum over a chunk.
 
-    g [B,T,H], natural logarithm, any strides, chunks: `_sequences.py` -> gc fp32 [B,T,H], gl fp32 [B,NT,H].
+    g [B,T,H], natural logarithm, any strides, chunks: `_sequences.py` -> gc fp32 [B,H,T], gl fp32 [B,NT,H].
     One program a chunk and a tile of heads.  The kernels with matrix products load these sums: a scan in a walk takes a
     dozen barriers a chunk.
     """
     B, T, H = g.size()
     NT = chunk_count(chunks, C, T)
-    gc = torch.empty([B, T, H], dtype=torch.float32, device=g.device)
+    gc = torch.empty([B, H, T], dtype=torch.float32, device=g.device)
     gl = torch.empty([B, NT, H], dtype=torch.float32, device=g.device)
     BH = hl.register_block_size(1, 64)
     for tile_h, tile_b, tile_c in hl.tile([H, B, NT], block_size=[BH, 1, 1]):
@@ -34,7 +34,7 @@ def gate_cumsum_kernel(
         i_t = hl.arange(C) + begin
         b_g = log2_gate(hl.load(g, [tile_b.begin, i_t, tile_h], extra_mask=(i_t < end)[:, None]))
         b_gc = torch.cumsum(b_g, 0)
-        hl.store(gc, [tile_b.begin, i_t, tile_h], b_gc, extra_mask=(i_t < fill)[:, None])
+        hl.store(gc, [tile_b.begin, tile_h, i_t], b_gc.transpose(0, 1), extra_mask=(i_t < fill)[None, :])
         # the last of these sums, not one in another order: gl - gc is exactly 0 there, however strong the gates
         gl[tile_b.begin, tile_c.begin, tile_h] = last_row(b_gc, C)
     return gc, gl
@@ -42,17 +42,17 @@ def gate_cumsum_kernel(
 
 @kernel()
 def head_decay_kernel(q: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr) -> torch.Tensor:
-    """gc of gate_cumsum_kernel where head h decays by 1 - 2^(-5 - h) a token: fp32 [B,T,H] for q [B,T,H,K]."""
+    """gc of gate_cumsum_kernel where head h decays by 1 - 2^(-5 - h) a token: fp32 [B,H,T] for q [B,T,H,K]."""
     B, T, H, K = q.size()
     NT = chunk_count(chunks, C, T)
-    gc = torch.empty([B, T, H], dtype=torch.float32, device=q.device)
+    gc = torch.empty([B, H, T], dtype=torch.float32, device=q.device)
     BH = hl.register_block_size(1, 64)
     for tile_h, tile_b, tile_c in hl.tile([H, B, NT], block_size=[BH, 1, 1]):
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)
         i_t = hl.arange(C) + begin
         b_n = torch.clamp(torch.clamp(i_t, max=end - 1) - begin + 1, min=0).to(torch.float32)  # tokens that count
         b_g = torch.log1p(-torch.exp2(-5.0 - tile_h.index.to(torch.float32))) * LOG2_E
-        hl.store(gc, [tile_b.begin, i_t, tile_h], b_n[:, None] * b_g[None, :], extra_mask=(i_t < fill)[:, None])
+        hl.store(gc, [tile_b.begin, tile_h, i_t], b_g[:, None] * b_n[None, :], extra_mask=(i_t < fill)[None, :])
     return gc
 
 

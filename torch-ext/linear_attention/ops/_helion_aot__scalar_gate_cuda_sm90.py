@@ -35,8 +35,8 @@ SCALAR_SEGMENT_KERNEL = {
 SCALAR_WALK_KERNEL = {
     "configs": [
         {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
@@ -45,22 +45,12 @@ SCALAR_WALK_KERNEL = {
     "tuned": {
         ((2, 128), (2, 128), (2, 128), None, None, None, None, None, None, None, 64, None, False): {
             (1, 8192, 96): 0,
-            (4, 2048, 16): 2,
+            (4, 2048, 16): 1,
             (4, 4096, 64): 0,
         },
         ((2, 128), (2, 128), (2, 128), None, None, None, None, None, None, None, 64, None, True): {
             (1, 8192, 96): 0,
-            (4, 2048, 16): 2,
-            (4, 4096, 64): 0,
-        },
-        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, None, None, None, 64, None, True): {
-            (1, 8192, 96): 1,
-            (4, 2048, 16): 2,
-            (4, 4096, 64): 1,
-        },
-        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, None, None, None, 64, None, False): {
-            (1, 8192, 96): 1,
-            (4, 2048, 16): 2,
+            (4, 2048, 16): 1,
             (4, 4096, 64): 0,
         },
         ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, 64, None, False): {
@@ -69,32 +59,42 @@ SCALAR_WALK_KERNEL = {
         ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, 64, None, True): {
             (2, 16384, 16): 0,
         },
-        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, None, True): {
-            (2, 16384, 16): 1,
-        },
-        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, None, False): {
-            (2, 16384, 16): 0,
-        },
         ((2, 256), (2, 256), (2, 256), None, None, None, None, None, None, None, 32, None, False): {
             (8, 2048, 32): 0,
         },
         ((2, 256), (2, 256), (2, 256), None, None, None, None, None, None, None, 32, None, True): {
             (8, 2048, 32): 0,
         },
+        ((2, 64), (2, 64), (2, 64), None, None, None, None, None, None, None, 64, None, False): {
+            (8, 1024, 8): 1,
+        },
+        ((2, 64), (2, 64), (2, 64), None, None, None, None, None, None, None, 64, None, True): {
+            (8, 1024, 8): 1,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, None, None, None, 64, None, True): {
+            (1, 8192, 96): 2,
+            (4, 2048, 16): 2,
+            (4, 4096, 64): 2,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, None, None, None, 64, None, False): {
+            (1, 8192, 96): 2,
+            (4, 2048, 16): 1,
+            (4, 4096, 64): 2,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, None, True): {
+            (2, 16384, 16): 2,
+        },
+        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, None, False): {
+            (2, 16384, 16): 0,
+        },
         ((2, 256), (2, 256), (2, 256), (4,), None, None, None, None, None, None, 64, None, False): {
             (8, 2048, 32): 3,
         },
-        ((2, 64), (2, 64), (2, 64), None, None, None, None, None, None, None, 64, None, False): {
-            (8, 1024, 8): 2,
-        },
-        ((2, 64), (2, 64), (2, 64), None, None, None, None, None, None, None, 64, None, True): {
-            (8, 1024, 8): 2,
+        ((2, 64), (2, 64), (2, 64), (4,), None, None, None, None, None, None, 64, None, True): {
+            (8, 1024, 8): 1,
         },
         ((2, 64), (2, 64), (2, 64), (4,), None, None, None, None, None, None, 64, None, False): {
-            (8, 1024, 8): 2,
-        },
-        ((2, 64), (2, 64), (2, 64), (4,), None, None, None, None, None, None, 64, None, True): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 1,
         },
     },
 }
@@ -103,18 +103,19 @@ SCALAR_STATE_KERNEL = {
     "configs": [
         {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 4, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (4,), None, None, None, None, None, None, None, 64, None, False): {
             (1, 8192, 96): 0,
-            (4, 2048, 16): 1,
+            (4, 2048, 16): 2,
             (4, 4096, 64): 0,
         },
         ((2, 128), (2, 128), (4,), None, None, None, None, None, None, None, 64, None, True): {
-            (1, 8192, 96): 0,
+            (1, 8192, 96): 1,
             (4, 2048, 16): 1,
             (4, 4096, 64): 0,
         },
@@ -122,7 +123,7 @@ SCALAR_STATE_KERNEL = {
             (2, 16384, 16): 0,
         },
         ((2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, None, 64, None, True): {
-            (2, 16384, 16): 0,
+            (2, 16384, 16): 1,
         },
         ((2, 256), (2, 256), (4,), None, None, None, None, None, None, None, 64, None, False): {
             (8, 2048, 32): 0,
@@ -168,9 +169,9 @@ SCALAR_BWD_QK_KERNEL = {
 
 SCALAR_BWD_V_KERNEL = {
     "configs": [
-        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
@@ -178,15 +179,15 @@ SCALAR_BWD_V_KERNEL = {
     "tuned": {
         ((2, 128), (2, 128), (4,), (2, 128), (2, 128, 128), None, None, 64): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
+            (2, 16384, 16): 1,
             (4, 2048, 16): 1,
-            (4, 4096, 64): 0,
+            (4, 4096, 64): 1,
         },
         ((2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), None, None, 64): {
-            (8, 2048, 32): 0,
+            (8, 2048, 32): 2,
         },
         ((2, 64), (2, 64), (4,), (2, 64), (2, 64, 64), None, None, 64): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 1,
         },
     },
 }

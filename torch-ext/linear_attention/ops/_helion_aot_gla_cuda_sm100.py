@@ -17,16 +17,16 @@ GLA_SCORES_KERNEL = {
     ],
     "safe": {256: 3, 1024: 1},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4, 128), (4, 128), None, 64): {
+        ((2, 128), (2, 128), (4, 128), (4, 128), None, None, 64): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 0,
             (2, 16384, 16): 0,
             (1, 8192, 96): 0,
         },
-        ((2, 256), (2, 256), (4, 256), (4, 256), None, 64): {
+        ((2, 256), (2, 256), (4, 256), (4, 256), None, None, 64): {
             (8, 2048, 32): 1,
         },
-        ((2, 64), (2, 64), (4, 64), (4, 64), None, 64): {
+        ((2, 64), (2, 64), (4, 64), (4, 64), None, None, 64): {
             (8, 1024, 8): 2,
         },
     },
@@ -41,16 +41,16 @@ GLA_FAR_SCORES_KERNEL = {
     ],
     "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4, 128), (4, 128), (2, 64), None, 64): {
+        ((2, 128), (2, 128), (4, 128), (4, 128), (2, 64), None, None, 64): {
             (1, 8192, 96): 0,
             (2, 16384, 16): 1,
             (4, 2048, 16): 0,
             (4, 4096, 64): 1,
         },
-        ((2, 256), (2, 256), (4, 256), (4, 256), (2, 64), None, 64): {
+        ((2, 256), (2, 256), (4, 256), (4, 256), (2, 64), None, None, 64): {
             (8, 2048, 32): 0,
         },
-        ((2, 64), (2, 64), (4, 64), (4, 64), (2, 64), None, 64): {
+        ((2, 64), (2, 64), (4, 64), (4, 64), (2, 64), None, None, 64): {
             (8, 1024, 8): 1,
         },
     },
@@ -65,15 +65,15 @@ GLA_FWD_O_KERNEL = {
     ],
     "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None, None, None, None, None, None): {
+        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None, None, None, None, None): {
             (1, 8192, 96): 0,
             (4, 2048, 16): 1,
             (4, 4096, 64): 0,
         },
-        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None, None): {
+        ((2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, (4, 128), (4,), None, None, None): {
             (2, 16384, 16): 0,
         },
-        ((2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None, None, None, None, None, None): {
+        ((2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None, None, None, None, None): {
             (8, 1024, 8): 1,
         },
     },
@@ -81,16 +81,16 @@ GLA_FWD_O_KERNEL = {
 
 GLA_SEGMENT_KERNEL = {
     "configs": [
-        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
     "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4, 128), None, None, 64, None, False): {
+        ((2, 128), (2, 128), (4, 128), None, 64, None, False): {
             (2, 16384, 16): 0,
         },
-        ((2, 128), (2, 128), (4, 128), None, None, 64, None, True): {
+        ((2, 128), (2, 128), (4, 128), None, 64, None, True): {
             (2, 16384, 16): 0,
         },
     },
@@ -100,37 +100,51 @@ GLA_STATE_KERNEL = {
     "configs": [
         {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
+        {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 6, 1024: 7},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, None, True): {
+        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, 64, None, True): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
             (4, 2048, 16): 0,
+            (2, 16384, 16): 2,
         },
-        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, None, 64, None, False): {
+        ((2, 128), (2, 128), (4, 128), None, (4, 128), (4,), None, None, None, 64, None, False): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
             (4, 2048, 16): 1,
+            (2, 16384, 16): 2,
         },
-        ((2, 128), (2, 128), (4, 128), None, None, None, None, None, None, None, 64, None, True): {
-            (4, 4096, 64): 0,
-        },
-        ((2, 128), (2, 128), (4, 128), None, None, None, None, None, None, None, 64, None, False): {
-            (4, 4096, 64): 0,
-        },
-        ((2, 256), (2, 256), (4, 256), None, None, None, None, None, None, None, 64, None, False): {
-            (8, 2048, 32): 0,
-        },
-        ((2, 256), (2, 256), (4, 256), None, None, None, None, None, None, None, 64, None, True): {
-            (8, 2048, 32): 0,
-        },
-        ((2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, None, 64, None, True): {
+        ((2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, 64, None, True): {
             (8, 1024, 8): 1,
         },
-        ((2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, None, 64, None, False): {
+        ((2, 64), (2, 64), (4, 64), None, (4, 64), (4,), None, None, None, 64, None, False): {
+            (8, 1024, 8): 1,
+        },
+        ((2, 128), (2, 128), (4, 128), None, None, None, None, None, None, 64, None, True): {
+            (1, 8192, 96): 1,
+            (4, 2048, 16): 1,
+            (4, 4096, 64): 3,
+        },
+        ((2, 128), (2, 128), (4, 128), None, None, None, None, None, None, 64, None, False): {
+            (1, 8192, 96): 1,
+            (4, 2048, 16): 1,
+            (4, 4096, 64): 3,
+        },
+        ((2, 256), (2, 256), (4, 256), None, None, None, None, None, None, 64, None, False): {
+            (8, 2048, 32): 4,
+        },
+        ((2, 256), (2, 256), (4, 256), None, None, None, None, None, None, 64, None, True): {
+            (8, 2048, 32): 3,
+        },
+        ((2, 64), (2, 64), (4, 64), None, None, None, None, None, None, 64, None, True): {
+            (8, 1024, 8): 5,
+        },
+        ((2, 64), (2, 64), (4, 64), None, None, None, None, None, None, 64, None, False): {
             (8, 1024, 8): 1,
         },
     },
@@ -144,7 +158,7 @@ GLA_OUT_KERNEL = {
     ],
     "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 256), (2, 256), (2, 64), (2, 256, 256), None, None): {
+        ((2, 256), (2, 256), (2, 64), (2, 256, 256), None): {
             (8, 2048, 32): 0,
         },
     },

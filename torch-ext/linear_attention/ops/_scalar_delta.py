@@ -34,7 +34,7 @@ def scalar_delta_prepare_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """[w, u] = X beta [2^gc k, v] with X = (I + L)^-1, the scores A, and qg = 2^gc q, kg = 2^(gl - gc) k.
 
-    q, k [B,T,H,K], v [B,T,HV,V], gc fp32 [B,T,HV], gl fp32 [B,NT,HV], beta [B,T,HV] -> qg, kg, w [B,T,HV,K],
+    q, k [B,T,H,K], v [B,T,HV,V], gc fp32 [B,HV,T], gl fp32 [B,NT,HV], beta [B,T,HV] -> qg, kg, w [B,T,HV,K],
     u [B,T,HV,V], A, X [B,T,HV,C], all in q's dtype.  G = HV / H.  Without a gate qg and kg are not written.
     One program a value head and chunk.
     """
@@ -67,7 +67,7 @@ def scalar_delta_prepare_kernel(
             b_A = torch.where(lower, b_A, 0.0)
             b_L = torch.where(strict, b_L, 0.0)
         else:
-            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
+            b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
             b_gl = gl[i_b, i_c, i_h]
             b_decay = decay_tile(b_gc, lower)
             b_A = b_A * b_decay
@@ -177,7 +177,7 @@ def scalar_delta_bwd_kernel(
         b_G = hl.dot(hl.load(r, [i_b, i_t, i_h, i_v], extra_mask=live), b_nt, out_dtype=torch.float32)
         b_G = torch.where(strict, -b_G, 0.0)
         if gc is not None:
-            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
+            b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
             b_gl = gl[i_b, i_c, i_h]
             b_from = torch.exp2(b_gc)
             b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))

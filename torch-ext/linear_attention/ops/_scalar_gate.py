@@ -14,7 +14,7 @@ and backwards, with D the gradient of the state at the chunk's end:
 One kernel walks along a sequence with S or D on chip, and gives o and every gradient but a gate's: dq_i is o_i with do,
 v, k for q, k, v and S^T for S, dk_j is dv_j with v, do, q for k, q, do and D^T for D.  The gradient of a gate needs S
 and D of every chunk in one place: then the backward walks once each way to write them, and all chunks are independent.
-So it does with a gate and a large K too, where walks spill.
+So it does with a gate and a large K or V too, where walks spill.
 `g` is a natural logarithm of any strides, or None where there is no gate, or one that is the head's (retention).
 `_gates.py` makes gc of it, `_segments.py` says what a walk is along.
 """
@@ -28,7 +28,7 @@ from ._gates import gate_cumsum_kernel, head_decay_kernel
 from ._host import last_contiguous, over_values
 from ._segments import joined_count, segment, segment_count, segment_length, segment_table
 from ._sequences import Tables, chunk, chunk_count, sequence_count
-from ._tile import decay_tile
+from ._tile import decay_tile, in_range
 
 
 @kernel(dot_precision="tf32x3")
@@ -38,7 +38,7 @@ def scalar_segment_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What each segment but the last of a walk adds to the state: S <- 2^gl S + y^T (2^(gl - gc) z), from zero.
 
-    Backwards, chunks in reverse, 2^gc scale for 2^(gl - gc).  y [B,T,H,K], z [B,T,H,V], gc fp32 [B,T,H]
+    Backwards, chunks in reverse, 2^gc scale for 2^(gl - gc).  y [B,T,H,K], z [B,T,H,V], gc fp32 [B,H,T]
     -> S fp32 [NJ,H,K,V], and the segment's log2 gate fp32 [NJ,H].  One program a segment, head, K tile and V tile.
     """
     B, T, H, K = y.size()
@@ -63,8 +63,8 @@ def scalar_segment_kernel(
                 b_y = hl.load(y, [i_b, i_t, i_h, tile_k], extra_mask=live)
                 b_z = hl.load(z, [i_b, i_t, i_h, tile_v], extra_mask=live)
                 if gc is not None:
-                    b_gl = gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h]
-                    b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
+                    b_gl = gc[i_b, i_h, min(begin + i_c * C + C, fill) - 1]
+                    b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
                     b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
                     b_z = (b_z.to(torch.float32) * b_f[:, None]).to(z.dtype)
                     b_S = b_S * torch.exp2(b_gl)
@@ -90,7 +90,7 @@ def scalar_walk_kernel(
     Backwards, chunks in reverse: o = 2^(gl - gc) x S + scale (x y^T . decay) z, upper triangular, with
     S <- 2^gl S + scale y^T (2^gc z).
 
-    x, y [B,T,H,K], z [B,T,H,V], gc fp32 [B,T,H], s0 [N,H,K,V], S and gs as of scalar_segment_kernel, needed where a
+    x, y [B,T,H,K], z [B,T,H,V], gc fp32 [B,H,T], s0 [N,H,K,V], S and gs as of scalar_segment_kernel, needed where a
     sequence has several segments -> o as z, the state after the walk fp32 [N,H,K,V].
     One program a segment, head and V tile.  The state lies transposed: so its product takes it from registers.
     """
@@ -100,6 +100,8 @@ def scalar_walk_kernel(
     N = sequence_count(sequences, B)
     o = torch.empty([B, T, H, V], dtype=z.dtype, device=z.device)
     s1 = torch.empty([N, H, K, V], dtype=torch.float32, device=z.device)
+    # fp16 has not the range for scores without their scale; else, forwards, scaling the output takes fewer registers
+    early = backwards or z.dtype == torch.float16
     BV = hl.register_block_size(16, V)
     for tile_v, tile_sh in hl.tile([V, NS * H], block_size=[BV, 1]):
         i_s = tile_sh.begin // H
@@ -124,8 +126,8 @@ def scalar_walk_kernel(
             i_k = hl.arange(K)
             live = (i_t < end)[:, None]
             if gc is not None:  # before the products, whose time hides the load's
-                b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
-                b_gl = gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h]
+                b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
+                b_gl = gc[i_b, i_h, min(begin + i_c * C + C, fill) - 1]
             b_x = hl.load(x, [i_b, i_t, i_h, i_k], extra_mask=live)
             b_y = hl.load(y, [i_b, i_t, i_h, i_k], extra_mask=live)
             b_z = hl.load(z, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
@@ -135,13 +137,17 @@ def scalar_walk_kernel(
                 b_a = torch.where(pairs, b_a, 0.0)
             else:
                 b_a = b_a * decay_tile(b_gc if backwards else -b_gc, pairs)
-            b_a = (b_a * scale).to(z.dtype) if backwards else b_a.to(z.dtype)
-            b_o = hl.dot(b_S.to(x.dtype), b_x.transpose(0, 1), out_dtype=torch.float32)
+            if early:
+                b_a = b_a * scale
+            b_a = in_range(b_a, z.dtype)
+            b_o = hl.dot(in_range(b_S, x.dtype), b_x.transpose(0, 1), out_dtype=torch.float32)
             if gc is not None:
                 b_f = torch.clamp(b_gl - b_gc, max=0.0) if backwards else b_gc
                 b_o = b_o * torch.exp2(b_f)[None, :]
+            if early and not backwards:
+                b_o = b_o * scale
             b_o = hl.dot(b_z, b_a, acc=b_o)
-            if not backwards:
+            if not early:
                 b_o = b_o * scale
             hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
             if gc is not None:
@@ -165,7 +171,7 @@ def scalar_state_kernel(
     """The states of a walk, S <- 2^gl S + y^T (2^(gl - gc) z), written before each chunk.
 
     Backwards, chunks in reverse, S <- 2^gl S + scale y^T (2^gc z): with q, do the gradients D of the states of k, v.
-    y [B,T,H,K], z [B,T,H,V], gc fp32 [B,T,H], s0 [N,H,K,V], S and gs of scalar_segment_kernel, needed where a sequence
+    y [B,T,H,K], z [B,T,H,V], gc fp32 [B,H,T], s0 [N,H,K,V], S and gs of scalar_segment_kernel, needed where a sequence
     has several segments -> states [B,NT,H,K,V] in z's dtype, the state after the walk fp32 [N,H,K,V].
     One program a segment, head, K tile and V tile.
     """
@@ -192,11 +198,11 @@ def scalar_state_kernel(
                 b_S = b_S * torch.exp2(gs[i_j, i_h]) + S[i_j, i_h, tile_k, tile_v]
         for i_r in hl.grid(count):
             i_c = count - 1 - i_r if backwards else i_r
-            states[i_b, i_first + i_c, i_h, tile_k, tile_v] = b_S.to(states.dtype)
+            states[i_b, i_first + i_c, i_h, tile_k, tile_v] = in_range(b_S, states.dtype)
             i_t = hl.arange(C) + i_c * C + begin
             live = (i_t < end)[:, None]
-            b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
-            b_gl = gc[i_b, min(begin + i_c * C + C, fill) - 1, i_h]
+            b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
+            b_gl = gc[i_b, i_h, min(begin + i_c * C + C, fill) - 1]
             b_y = hl.load(y, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_z = hl.load(z, [i_b, i_t, i_h, tile_v], extra_mask=live)
             b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
@@ -219,7 +225,7 @@ def scalar_bwd_qk_kernel(
 
     where x_i = q_i . dq_i and y_j = k_j . dk_j hold the terms through S and D alone.
 
-    q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,T,H], S, D [B,NT,H,K,V] -> dq, dk as q, k, dg fp32
+    q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,H,T], S, D [B,NT,H,K,V] -> dq, dk as q, k, dg fp32
     [NK,B,T,H], a K tile each, written only with_dg.  One program a head, chunk and K tile.
     """
     B, T, H, K = q.size()
@@ -254,8 +260,8 @@ def scalar_bwd_qk_kernel(
         b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
         b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
         lower = idx[:, None] >= idx[None, :]
-        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
-        b_gl = gc[i_b, min(begin + C, fill) - 1, i_h]
+        b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
+        b_gl = gc[i_b, i_h, min(begin + C, fill) - 1]
         b_p = torch.where(lower, b_p * scale, 0.0) * decay_tile(b_gc, lower)
         b_dq = b_dq * (torch.exp2(b_gc) * scale)[:, None]
         b_dk = b_dk * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
@@ -268,7 +274,7 @@ def scalar_bwd_qk_kernel(
             b_dg = torch.sum(torch.where(idx[:, None] <= idx[None, :], b_x[None, :], b_y[None, :]), 1)
             b_dg = torch.where(i_t < end, b_dg + torch.sum(b_SD, 0) * torch.exp2(b_gl), 0.0)
             hl.store(dg, [tile_k.begin // BK, i_b, i_t, i_h], b_dg, extra_mask=i_t < fill)
-        b_p = b_p.to(q.dtype)
+        b_p = in_range(b_p, q.dtype)
         hl.store(dq, [i_b, i_t, i_h, tile_k], hl.dot(b_p, b_k, acc=b_dq).to(dq.dtype), extra_mask=written)
         b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
         hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=written)
@@ -282,7 +288,7 @@ def scalar_bwd_v_kernel(
 ) -> torch.Tensor:
     """dv = 2^(gl - gc) k D + A^T do with A = scale (q k^T . decay), lower triangular.
 
-    q, k [B,T,H,K], gc fp32 [B,T,H], do [B,T,H,V], D [B,NT,H,K,V] -> dv as do.
+    q, k [B,T,H,K], gc fp32 [B,H,T], do [B,T,H,V], D [B,NT,H,K,V] -> dv as do.
     One program a head, chunk and V tile.
     """
     B, T, H, K = q.size()
@@ -304,11 +310,11 @@ def scalar_bwd_v_kernel(
             b_a = hl.dot(b_k, hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live).transpose(0, 1), acc=b_a)
             b_dv = hl.dot(b_k, D[i_b, tile_c.begin, i_h, tile_k, tile_v], acc=b_dv)
         upper = idx[:, None] <= idx[None, :]
-        b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h])
-        b_gl = gc[i_b, min(begin + C, fill) - 1, i_h]
+        b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
+        b_gl = gc[i_b, i_h, min(begin + C, fill) - 1]
         b_a = torch.where(upper, b_a * scale, 0.0) * decay_tile(-b_gc, upper)
         b_dv = b_dv * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
-        b_dv = hl.dot(b_a.to(do.dtype), hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), acc=b_dv)
+        b_dv = hl.dot(in_range(b_a, do.dtype), hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), acc=b_dv)
         hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=(i_t < fill)[:, None])
     return dv
 
@@ -348,7 +354,7 @@ def scalar_gate_bwd(
     C, (sequences, chunks) = _chunk(q, gc is not None), tables
     L = segment_length(v, C)
     D, gd = (None, None) if L >= q.size(1) else scalar_segment_kernel(q, do, gc, segments, scale, C, L, True)
-    if with_dg or gc is not None and q.size(-1) > 128:  # walks with a gate and a large K spill
+    if with_dg or gc is not None and max(q.size(-1), v.size(-1)) > 128:  # walks with a gate spill there
         S, _ = scalar_state_kernel(k, v, gc, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
         D, dh0 = scalar_state_kernel(q, do, gc, dht, D, gd, sequences, chunks, segments, scale, C, L, True)
         dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, chunks, scale, C, with_dg)

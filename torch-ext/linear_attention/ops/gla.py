@@ -4,10 +4,10 @@ A gate has a value for each channel and token.
 In a chunk of C tokens, with `gc` the log2 gates summed from the chunk's begin, `gl` their sum over the chunk, S the
 state at the chunk's begin and D the gradient of the state at its end:
 
-    qg = 2^gc q          kg = 2^(gl - gc) k          A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd),  i >= j
-    o  = scale (qg S + A v)                          S' = 2^gl S + kg^T v
-    dv = scale A^T do + kg D                         D' = 2^gl D + scale qg^T do
-    dA = scale tril(do v^T)                          dq, dk, dg: gla_bwd_qk_kernel
+    qg = scale 2^gc q    kg = 2^(gl - gc) k    A_ij = scale sum_d q_id k_jd 2^(gc_id - gc_jd),  i >= j
+    o  = qg S + A v                            S' = 2^gl S + kg^T v
+    dv = A^T do + kg D                         D' = 2^gl D + qg^T do
+    dA = scale tril(do v^T)                    dq, dk, dg: gla_bwd_qk_kernel
 
 The forward turns q, k and g into what a walk along the sequence needs and walks with the state on chip, writing no
 state, or with a large K writes the states and takes all chunks at once.  The backward walks once each way to write S
@@ -50,9 +50,10 @@ from ._tile import in_range
 
 @kernel(dot_precision="tf32x3")
 def gla_scores_kernel(
-    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, chunks: torch.Tensor | None, scale: float,
+    C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  qg = 2^gc q;  kg = 2^(gl - gc) k.
+    """A_ij = scale sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  qg = scale 2^gc q;  kg = 2^(gl - gc) k.
 
     A without what the far kernel adds (`_channel_gate.py`).
     q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K] -> A [B,T,H,C], zero above the diagonal, qg, kg [B,T,H,K], all
@@ -78,14 +79,14 @@ def gla_scores_kernel(
             b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h, tile_k])
-            b_qg = b_q.to(torch.float32) * torch.exp2(b_gc)
+            b_qg = b_q.to(torch.float32) * (torch.exp2(b_gc) * scale)
             hl.store(qg, [i_b, i_t, i_h, tile_k], b_qg.to(q.dtype), extra_mask=written)
             b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
             b_kg = b_k.to(torch.float32) * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
             hl.store(kg, [i_b, i_t, i_h, tile_k], b_kg.to(q.dtype), extra_mask=written)
             b_A = b_A + block_scores(b_q, b_k, b_gc, levels, C)
         idx = hl.arange(C)
-        b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
+        b_A = torch.where(idx[:, None] >= idx[None, :], b_A * scale, 0.0)
         hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
     return A, qg, kg
 
@@ -93,7 +94,7 @@ def gla_scores_kernel(
 @kernel(dot_precision="tf32x3")
 def gla_far_scores_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, A: torch.Tensor,
-    chunks: torch.Tensor | None, C: hl.constexpr,
+    chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
 ) -> None:
     """Adds to A of gla_scores_kernel the rows and channels of q that are not near.  Most chunks have none.
 
@@ -129,7 +130,7 @@ def gla_far_scores_kernel(
                             b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                             b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
                 idx = hl.arange(C)
-                b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
+                b_A = torch.where(idx[:, None] >= idx[None, :], b_A * scale, 0.0)
                 b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=live).to(torch.float32)
                 hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
 
@@ -138,9 +139,9 @@ def gla_far_scores_kernel(
 def gla_fwd_o_kernel(
     qg: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, gl: torch.Tensor, h0: torch.Tensor | None,
     S: torch.Tensor | None, gs: torch.Tensor | None, sequences: torch.Tensor | None, segments: torch.Tensor | None,
-    scale: float, L: int,
+    L: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o = scale (qg S + A v);  S <- 2^gl S + kg^T v.
+    """o = qg S + A v;  S <- 2^gl S + kg^T v.
 
     qg, kg [B,T,H,K], v [B,T,H,V], A [B,T,H,C], gl fp32 [B,NT,H,K], h0 [N,H,K,V], S and gs of gla_segment_kernel, needed
     where a sequence has several segments -> o [B,T,H,V] in v's dtype, ht fp32 [N,H,K,V].
@@ -171,8 +172,8 @@ def gla_fwd_o_kernel(
             b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
             b_q = hl.load(qg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=live)
             b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
-            b_o = hl.dot(b_S.to(v.dtype), b_q.transpose(0, 1), out_dtype=torch.float32)
-            b_o = hl.dot(b_v, b_A.transpose(0, 1), acc=b_o) * scale
+            b_o = hl.dot(in_range(b_S, v.dtype), b_q.transpose(0, 1), out_dtype=torch.float32)
+            b_o = hl.dot(b_v, b_A.transpose(0, 1), acc=b_o)
             hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=written)
             b_S = b_S * torch.exp2(gl[i_b, i_first + i_c, i_h, :])[None, :]
             b_S = hl.dot(b_v, hl.load(kg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=live), acc=b_S)
@@ -183,8 +184,8 @@ def gla_fwd_o_kernel(
 
 @kernel(dot_precision="tf32x3")
 def gla_segment_kernel(
-    x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, segments: torch.Tensor | None, scale: float, C: hl.constexpr,
-    L: int, backwards: hl.constexpr,
+    x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, segments: torch.Tensor | None, C: hl.constexpr, L: int,
+    backwards: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What each segment but the last of gla_state_kernel's walk adds to the state, from zero; and its log2 gates.
 
@@ -213,8 +214,7 @@ def gla_segment_kernel(
                 b_y = hl.load(y, [i_b, i_t, i_h, tile_v], extra_mask=live)
                 b_gl = gl[i_b, i_first + i_c, i_h, tile_k]
                 b_gs = b_gs + b_gl
-                b_S = b_S * torch.exp2(b_gl)[:, None]
-                b_S = b_S + hl.dot(b_x.transpose(0, 1), b_y, out_dtype=torch.float32) * scale
+                b_S = hl.dot(b_x.transpose(0, 1), b_y, acc=b_S * torch.exp2(b_gl)[:, None])
             i_j = i_s - i_n - (1 if backwards else 0)
             S[i_j, i_h, tile_k, tile_v] = b_S
             if tile_v.begin == 0:
@@ -226,9 +226,9 @@ def gla_segment_kernel(
 def gla_state_kernel(
     x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, s0: torch.Tensor | None, S: torch.Tensor | None,
     gs: torch.Tensor | None, sequences: torch.Tensor | None, chunks: torch.Tensor | None, segments: torch.Tensor | None,
-    scale: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
+    C: hl.constexpr, L: int, backwards: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """S <- 2^gl S + scale x^T y, written before each chunk, from the first chunk on or from the last one back.
+    """S <- 2^gl S + x^T y, written before each chunk, from the first chunk on or from the last one back.
 
     x [B,T,H,K], y [B,T,H,V], gl fp32 [B,NT,H,K], s0 [N,H,K,V], S and gs of gla_segment_kernel, needed where a sequence
     has several segments -> states [B,NT,H,K,V] in y's dtype, the state after the walk fp32 [N,H,K,V].
@@ -258,13 +258,13 @@ def gla_state_kernel(
                 b_S = b_S * torch.exp2(gs[i_j, i_h, tile_k])[:, None] + S[i_j, i_h, tile_k, tile_v]
         for i_r in hl.grid(count):
             i_c = count - 1 - i_r if backwards else i_r
-            states[i_b, i_first + i_c, i_h, tile_k, tile_v] = b_S.to(states.dtype)
+            states[i_b, i_first + i_c, i_h, tile_k, tile_v] = in_range(b_S, states.dtype)
             i_t = hl.arange(C) + i_c * C + begin
             live = (i_t < end)[:, None]
             b_x = hl.load(x, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_y = hl.load(y, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            b_S = b_S * torch.exp2(gl[i_b, i_first + i_c, i_h, tile_k])[:, None]
-            b_S = b_S + hl.dot(b_x.transpose(0, 1), b_y, out_dtype=torch.float32) * scale
+            b_gl = gl[i_b, i_first + i_c, i_h, tile_k]
+            b_S = hl.dot(b_x.transpose(0, 1), b_y, acc=b_S * torch.exp2(b_gl)[:, None])
         if after == 0:
             s1[i_n, i_h, tile_k, tile_v] = b_S
     return states, s1
@@ -272,9 +272,9 @@ def gla_state_kernel(
 
 @kernel(dot_precision="tf32x3")
 def gla_out_kernel(
-    qg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, S: torch.Tensor, chunks: torch.Tensor | None, scale: float
+    qg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, S: torch.Tensor, chunks: torch.Tensor | None
 ) -> torch.Tensor:
-    """o = scale (qg S + A v) from the states.
+    """o = qg S + A v from the states.
 
     qg [B,T,H,K], v [B,T,H,V], A [B,T,H,C], S [B,NT,H,K,V] -> o as v.  One program a head, chunk and V tile.
     """
@@ -295,7 +295,7 @@ def gla_out_kernel(
         for tile_k in hl.tile(K, block_size=BK):
             b_q = hl.load(qg, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_o = hl.dot(b_q, S[i_b, tile_c.begin, i_h, tile_k, tile_v], acc=b_o)
-        hl.store(o, [i_b, i_t, i_h, tile_v], (b_o * scale).to(o.dtype), extra_mask=written)
+        hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype), extra_mask=written)
     return o
 
 
@@ -304,7 +304,7 @@ def gla_bwd_v_kernel(
     A: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, do: torch.Tensor, D: torch.Tensor,
     chunks: torch.Tensor | None, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dA = scale do v^T for i >= j, mirrored above;  dv = scale A^T do + kg D.
+    """dA = scale do v^T for i >= j, mirrored above;  dv = A^T do + kg D.
 
     A [B,T,H,C], kg [B,T,H,K], v, do [B,T,H,V], D [B,NT,H,K,V] -> dA [B,T,H,C], dv [B,T,H,V], in v's dtype.
     One program a head and chunk.
@@ -328,10 +328,11 @@ def gla_bwd_v_kernel(
         for tile_v in hl.tile(V, block_size=BV):
             b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live)
             b_dA = hl.dot(b_do, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1), acc=b_dA)
-            b_dv = hl.dot(b_A, b_do, out_dtype=torch.float32) * scale
+            b_dv = hl.dot(b_A, b_do, out_dtype=torch.float32)
             b_dv = hl.dot(b_k, D[i_b, tile_c.begin, i_h, :, tile_v], acc=b_dv)
             hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=written)
-        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], mirrored(b_dA * scale, C).to(dA.dtype), extra_mask=written)
+        b_dA = mirrored(in_range(b_dA * scale, dA.dtype), C)
+        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], b_dA, extra_mask=written)
     return dA, dv
 
 
@@ -457,17 +458,17 @@ def chunk_gla_fwd(
     C = _chunk(q)
     sequences, chunks = tables
     gc, gl = channel_gate_cumsum_kernel(g, None, None, chunks, None, C, False)
-    A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, C)
-    gla_far_scores_kernel(q, k, gc, gl, A, chunks, C)
+    A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, scale, C)
+    gla_far_scores_kernel(q, k, gc, gl, A, chunks, scale, C)
     del gc
     L = segment_length(v, C)
     segments = segment_table(sequences, q.size(1), C, L)
-    S, gs = (None, None) if L >= q.size(1) else gla_segment_kernel(kg, v, gl, segments, 1.0, C, L, False)
+    S, gs = (None, None) if L >= q.size(1) else gla_segment_kernel(kg, v, gl, segments, C, L, False)
     if q.size(-1) <= WALK_K:
-        o, ht = gla_fwd_o_kernel(qg, kg, v, A, gl, h0, S, gs, sequences, segments, scale, L)
+        o, ht = gla_fwd_o_kernel(qg, kg, v, A, gl, h0, S, gs, sequences, segments, L)
     else:
-        states, ht = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
-        o = gla_out_kernel(qg, v, A, states, chunks, scale)
+        states, ht = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, C, L, False)
+        o = gla_out_kernel(qg, v, A, states, chunks)
     return o, ht, S, gs, segments
 
 
@@ -481,14 +482,14 @@ def chunk_gla_bwd(
     sequences, chunks = tables
     L = segment_length(v, C)
     gc, gl = channel_gate_cumsum_kernel(g, None, None, chunks, None, C, False)
-    A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, C)
-    gla_far_scores_kernel(q, k, gc, gl, A, chunks, C)
-    D, gd = (None, None) if L >= q.size(1) else gla_segment_kernel(qg, do, gl, segments, scale, C, L, True)
-    D, dh0 = gla_state_kernel(qg, do, gl, dht, D, gd, sequences, chunks, segments, scale, C, L, True)
+    A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, scale, C)
+    gla_far_scores_kernel(q, k, gc, gl, A, chunks, scale, C)
+    D, gd = (None, None) if L >= q.size(1) else gla_segment_kernel(qg, do, gl, segments, C, L, True)
+    D, dh0 = gla_state_kernel(qg, do, gl, dht, D, gd, sequences, chunks, segments, C, L, True)
     del qg
     dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, chunks, scale)
     del A
-    S, _ = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
+    S, _ = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, C, L, False)
     del kg
     dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, chunks, scale, C)
     gla_far_bwd_qk_kernel(q, k, gc, gl, dA, dq, dk, dg, chunks, C)
