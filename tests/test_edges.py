@@ -162,7 +162,10 @@ def test_tensors_past_2_to_the_31(op, package):
 @pytest.mark.gpu
 @EVERY
 def test_thousands_of_sequences(op, package):
-    """Many short ones and a few long ones: each of some has the bits that it has alone."""
+    """Many short ones and a few long ones: each of some has the bits that it has alone.
+
+    A long one only within rounding where it is walked along in segments: with others beside it they are longer.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = [*torch.randint(0, 40, (3000,), generator=generator).tolist(), 5000, *[1] * 1000, 3000, 64, 0]
     ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -175,7 +178,9 @@ def test_thousands_of_sequences(op, package):
             continue
         part = {name: x[:, begin:end] for name, x in inputs.items()}
         for name, x in run(fn, part, do[:, begin:end], None).items():
-            assert torch.equal(whole[name][:, begin:end], x), f"{name} of sequence {n}"
+            packed = whole[name][:, begin:end]
+            close = rms(packed - x) <= 1e-2 * rms(x) if lengths[n] > 1000 and op not in DELTA else packed.equal(x)
+            assert close, f"{name} of sequence {n}"
 
 
 @pytest.mark.gpu
@@ -201,15 +206,16 @@ def test_new_lengths_compile_nothing(op, package, monkeypatch, record_property):
         case = Case(op, B=B, T=T, H=2, K=32, V=32, lengths=lengths, tail=T if lengths else 0)
         run(fn, *make(case, "cuda"))
 
-    for sizes in ((1, 200), (2, 200), (1, 40), (2, 40), (1, 192), (1, 10, 70, 60), (1, 10, 30, 20)):
+    for sizes in ((1, 200), (2, 200), (1, 40), (2, 40), (1, 192), (1, 10, 70, 60), (1, 10, 30, 20), (1, 3000), (2, 3000),
+                  (1, 10, 3000, 300)):
         call(*sizes)
     record_property("kernels compiled for all lengths", first := len(compiles))
-    # a batch of one and of several rows, of one and of several chunks, and packed sequences
-    assert 0 < first <= 5 * len(set(compiles))
+    # a batch of one and of several rows, of one chunk, of several and of several segments, and packed sequences
+    assert 0 < first <= 6 * len(set(compiles))
     compiles.clear()
-    for B, T in ((1, 201), (1, 1000), (1, 65), (1, 128), (1, 4096), (3, 77), (4, 300), (5, 1024), (2, 63), (7, 20)):
+    for B, T in ((1, 201), (1, 1000), (1, 65), (1, 128), (1, 4096), (3, 77), (4, 5000), (5, 1024), (2, 63), (7, 20)):
         call(B, T)
     for lengths in ((5, 80), (1, 2, 200), (64, 64, 64), (300, 1), (129, 0, 3), (100,) * 7, (1,) * 70, (0, 0, 90),
-                    (33, 44), (500, 20)):
+                    (33, 44), (5000, 20)):
         call(1, 10, *lengths)
     assert compiles == [], f"{first} of the first calls, then {compiles}"
