@@ -206,8 +206,8 @@ def test_new_lengths_compile_nothing(op, package, monkeypatch, record_property):
         case = Case(op, B=B, T=T, H=2, K=32, V=32, lengths=lengths, tail=T if lengths else 0)
         run(fn, *make(case, "cuda"))
 
-    for sizes in ((1, 200), (2, 200), (1, 40), (2, 40), (1, 192), (1, 10, 70, 60), (1, 10, 30, 20), (1, 3000), (2, 3000),
-                  (1, 10, 3000, 300)):
+    for sizes in ((1, 200), (2, 200), (1, 40), (2, 40), (1, 192), (1, 10, 70, 60), (1, 10, 30, 20), (1, 3000),
+                  (2, 3000), (1, 10, 3000, 300)):
         call(*sizes)
     record_property("kernels compiled for all lengths", first := len(compiles))
     # a batch of one and of several rows, of one chunk, of several and of several segments, and packed sequences
