@@ -103,6 +103,18 @@ def test_scores_that_fp16_holds_with_their_scale_alone(op, device, package, refe
         assert rms(x - exact[name]) <= 2e-3 * rms(exact[name]), name
 
 
+@ON
+@EVERY
+def test_what_fp16_does_not_hold_stays_where_it_is(op, device, package):
+    """A gradient of 30000 at one token, four times that with the scale, is none of later tokens' and NaN nowhere."""
+    case = Case(op, T=100, H=1, K=16, V=16, dtype="fp16", h0=False, ht=False, roots="o", scale=4.0)
+    inputs, do, _ = make(case, device)
+    do[:, 40] = 30000
+    for name, x in run(operator(package, op), inputs, do, None).items():
+        assert not x.isnan().any(), name
+        assert x[:, 41:].isfinite().all(), name
+
+
 @pytest.mark.gpu
 @EVERY
 def test_cuda_graph_of_sequences(op, package):

@@ -39,17 +39,19 @@ def test_second_launch_is_direct(launched):
     assert [x[0] for x in launches] == ["jit", "direct", "jit", "jit"]
 
 
-def test_hooks_and_other_versions_see_every_launch(launched, monkeypatch):
+@pytest.mark.parametrize("when", ["enter", "exit"])
+def test_hooks_and_other_versions_see_every_launch(launched, monkeypatch, when):
     from triton import knobs
 
     module, launches = launched
     launch, hook = module.Launch(torch.device("cuda", 0)), lambda metadata: None
     launch("kernel", (5,))
-    knobs.runtime.launch_enter_hook.add(hook)
+    hooks = getattr(knobs.runtime, f"launch_{when}_hook")
+    hooks.add(hook)
     try:
         launch("kernel", (5,))
     finally:
-        knobs.runtime.launch_enter_hook.remove(hook)
+        hooks.remove(hook)
     launch("kernel", (5,))
     monkeypatch.setattr(module, "_direct", lambda: False)
     launch = module.Launch(torch.device("cuda", 0))

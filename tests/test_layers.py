@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from cases import Case, make
 from hub import local_repository
 from kernels import (
     LocalLayerRepository,
@@ -111,6 +112,16 @@ def test_contract(package, name):
     assert [p.name for p in parameters if p.default is p.empty] == [
         "self", "query", "key", "value", "g", "beta", "kwargs",
     ]  # fmt: skip
+
+
+def test_options_that_change_the_result_are_passed_on(package, name):
+    inputs, _, _ = make(Case(LAYERS[name], T=20, H=H, K=K, V=V, h0=False))
+    options = {"scale": 0.5, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    o, _ = getattr(package.layers, name)().forward(*inputs.values(), **CLUTTER, **options)
+    expected, _ = getattr(package, f"chunk_{LAYERS[name]}")(**inputs, **options)
+    assert torch.equal(o, expected)
+    with pytest.raises(TypeError, match="scale"):
+        getattr(package.layers, name)().forward(*inputs.values(), scale="half")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,8 +4,8 @@ Each class carries the name of the function that it replaces and takes its argum
 `kernels` binds `forward` to the module being replaced: it may use nothing but its arguments and the globals here.
 
 Model code passes its whole keyword bundle down, most of which means nothing here (`cu_seq_lens_k`, `max_length_q`,
-`seq_idx`, `use_cache`, the Trainer's `num_items_in_batch`, ...). Only the packing of sequences changes the result, so
-that alone is passed on, under both names in use, `cu_seqlens` and `cu_seq_lens_q`.
+`seq_idx`, `use_cache`, the Trainer's `num_items_in_batch`, ...). What changes the result is passed on: the packing of
+sequences, under both names in use, `cu_seqlens` and `cu_seq_lens_q`, and the operators' own options.
 """
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ from torch import nn
 
 from .ops.gated_delta_rule import chunk_gated_delta_rule as _chunk_gated_delta_rule
 from .ops.kda import chunk_kda
+
+_OPTIONS = {
+    "scale", "state_v_first", "use_gate_in_kernel", "A_log", "dt_bias", "lower_bound", "safe_gate",
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "cp_context",
+}
+
+
+def _options(kwargs: dict[str, object]) -> dict[str, object]:
+    """The operators' options among a model's keywords."""
+    return {name: x for name, x in kwargs.items() if name in _OPTIONS}
 
 
 def _cu_seqlens(kwargs: dict[str, object]) -> torch.Tensor | None:
@@ -58,6 +68,7 @@ class chunk_gated_delta_rule(nn.Module):
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=_cu_seqlens(kwargs),
             chunk_size=chunk_size,
+            **_options(kwargs),
         )
 
 
@@ -94,4 +105,5 @@ class chunk_kimi_delta_attention(nn.Module):
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=_cu_seqlens(kwargs),
             chunk_size=chunk_size,
+            **_options(kwargs),
         )

@@ -141,7 +141,7 @@ def delta_bwd_state_kernel(
             b_d = in_range(b_D, do.dtype)
             D[i_b, first + i_c, i_h, :, tile_v] = b_d.transpose(0, 1)
             b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
-            b_do = (b_do.to(torch.float32) * scale).to(do.dtype)
+            b_do = in_range(b_do.to(torch.float32) * scale, do.dtype)
             b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
             b_k = hl.load(kg, [i_b, i_t, i_h, i_k], extra_mask=live)
             b_dn = hl.dot(b_do, b_A, out_dtype=torch.float32)

@@ -224,8 +224,9 @@ def kda_bwd_v_kernel(
             b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).to(torch.float32)
             b_dbeta = b_dbeta + torch.sum(b_r * b_v, 1)
             b_dL = hl.dot(in_range(b_r, v.dtype), b_n, acc=b_dL)
-        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], mirrored(b_dA * scale, C).to(dA.dtype), extra_mask=written)
-        hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], mirrored(-b_dL, C).to(dL.dtype), extra_mask=written)
+        b_dA = mirrored(in_range(b_dA * scale, dA.dtype), C)
+        hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], b_dA, extra_mask=written)
+        hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], mirrored(in_range(-b_dL, dL.dtype), C), extra_mask=written)
         hl.store(dbeta, [i_b, i_t, i_h], b_dbeta, extra_mask=i_t < fill)
     return r, dv, dA, dL, dbeta
 

@@ -12,7 +12,7 @@ def _direct() -> bool:
     """Whether this Triton's compiled kernels are known to take the arguments that Launch hands them."""
     import triton
 
-    return (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (4, 0)
+    return tuple(map(int, triton.__version__.split(".")[:2])) in ((3, 6), (3, 7))
 
 
 @functools.cache
@@ -23,11 +23,11 @@ def _default_launcher() -> Callable:
 
 
 def _watched() -> bool:
-    """Whether something, such as a profiler, has asked Triton to be called before every launch."""
+    """Whether something, such as a profiler, has asked Triton to be called before or after every launch."""
     from triton import knobs
 
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 class Launch:

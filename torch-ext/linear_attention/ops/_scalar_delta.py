@@ -146,10 +146,10 @@ def scalar_delta_bwd_kernel(
     of dk . k through D.  The sum of W is taken as that of its row sums less its column sums over i >= t, exactly zero
     where no gradient comes in.  The division by beta is only notation.
 
-    q, k [B,T,H,K], n, do, r [B,T,HV,V], gc, rv fp32 [B,T,HV], gl fp32 [B,NT,HV], beta [B,T,HV], S, D [B,NT,HV,K,V]
-    -> dq, dk [B,T,HV,K], of a value head each, in q's dtype, dg fp32 [B,T,HV], not written without a gate, dbeta as
-    beta.  G = HV / H.  One program a value head and chunk, in tiles of K.  r is loaded, not made here: its tile would
-    not fit the registers.
+    q, k [B,T,H,K], n, do, r [B,T,HV,V], gc fp32 [B,HV,T], rv fp32 [B,T,HV], gl fp32 [B,NT,HV], beta [B,T,HV],
+    S, D [B,NT,HV,K,V] -> dq, dk [B,T,HV,K], of a value head each, in q's dtype, dg fp32 [B,T,HV], not written without a
+    gate, dbeta as beta.  G = HV / H.  One program a value head and chunk, in tiles of K.  r is loaded, not made here:
+    its tile would not fit the registers.
     """
     B, T, HV, V = n.size()
     K, V = hl.specialize((k.size(3), V))
@@ -199,9 +199,9 @@ def scalar_delta_bwd_kernel(
         if gc is not None:
             b_W = b_kk * b_beta[:, None] + torch.where(strict, b_P * b_qk, 0.0)
             b_x = torch.sum(b_W, 1) - torch.sum(b_W, 0)
-        b_p = b_P.to(q.dtype)
+        b_p = in_range(b_P, q.dtype)
         b_G = b_G * b_beta[:, None]
-        b_gg = (b_G + b_G.transpose(0, 1)).to(q.dtype)
+        b_gg = in_range(b_G + b_G.transpose(0, 1), q.dtype)
         for tile_k in hl.tile(K, block_size=BK):
             b_k = hl.load(k, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
             b_S = S[i_b, i_c, i_h, tile_k, :]

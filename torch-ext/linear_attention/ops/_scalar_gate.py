@@ -66,11 +66,11 @@ def scalar_segment_kernel(
                     b_gl = gc[i_b, i_h, min(begin + i_c * C + C, fill) - 1]
                     b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
                     b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
-                    b_z = (b_z.to(torch.float32) * b_f[:, None]).to(z.dtype)
+                    b_z = in_range(b_z.to(torch.float32) * b_f[:, None], z.dtype)
                     b_S = b_S * torch.exp2(b_gl)
                     b_gs = b_gs + b_gl
                 elif backwards:
-                    b_z = (b_z.to(torch.float32) * scale).to(z.dtype)
+                    b_z = in_range(b_z.to(torch.float32) * scale, z.dtype)
                 b_S = hl.dot(b_y.transpose(0, 1), b_z, acc=b_S)
             i_j = i_s - i_n - (1 if backwards else 0)
             S[i_j, i_h, tile_k, tile_v] = b_S
@@ -152,10 +152,10 @@ def scalar_walk_kernel(
             hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
             if gc is not None:
                 b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
-                b_z = (b_z.to(torch.float32) * b_f[None, :]).to(z.dtype)
+                b_z = in_range(b_z.to(torch.float32) * b_f[None, :], z.dtype)
                 b_S = b_S * torch.exp2(b_gl)
             elif backwards:
-                b_z = (b_z.to(torch.float32) * scale).to(z.dtype)
+                b_z = in_range(b_z.to(torch.float32) * scale, z.dtype)
             b_S = hl.dot(b_z, b_y, acc=b_S)
         if after == 0:
             s1[i_n, i_h, :, tile_v] = b_S.transpose(0, 1)
@@ -206,7 +206,7 @@ def scalar_state_kernel(
             b_y = hl.load(y, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_z = hl.load(z, [i_b, i_t, i_h, tile_v], extra_mask=live)
             b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
-            b_z = (b_z.to(torch.float32) * b_f[:, None]).to(z.dtype)
+            b_z = in_range(b_z.to(torch.float32) * b_f[:, None], z.dtype)
             b_S = hl.dot(b_y.transpose(0, 1), b_z, acc=b_S * torch.exp2(b_gl))
         if after == 0:
             s1[i_n, i_h, tile_k, tile_v] = b_S
@@ -368,8 +368,8 @@ def scalar_gate_bwd(
 
 
 class _ScalarGate(torch.autograd.Function):
-    """(q, k, v, g or None, h0 or None, scale, tables, head_decay) -> o, ht.  Saves its inputs and what is small beside
-    them.
+    """(q, k, v, g or None, h0 or None, scale, tables, head_decay) -> o, ht.  Saves q, k, v, h0, gc and the states that
+    segments add, in the shortest segments as much as an input.
     """
 
     @staticmethod

@@ -492,12 +492,15 @@ def chunk_gla_bwd(
     S, _ = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, C, L, False)
     del kg
     dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, chunks, scale, C)
+    del S, D
     gla_far_bwd_qk_kernel(q, k, gc, gl, dA, dq, dk, dg, chunks, C)
     return dq, dk, dv, dg.to(g.dtype), dh0
 
 
 class _GLA(torch.autograd.Function):
-    """(q, k, v, g, h0 or None, scale, tables) -> o, ht.  Saves its inputs and what is small beside them."""
+    """(q, k, v, g, h0 or None, scale, tables) -> o, ht.  Saves its inputs and the states that segments add, in the
+    shortest segments as much as an input.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, g, h0, scale, tables):
