@@ -52,7 +52,7 @@ def main(driver: str) -> None:
 
     kernel = workloads.kernel("_scalar_gate", "scalar_bwd_qk_kernel")
     x, s = "bf16[8,1024,8,64]", "bf16[8,16,8,64,64]"
-    args = offline_compile.fakes([x, x, x, "f32[8,8,1024]", x, s, s, None, 0.125, 64, False])
+    args = offline_compile.fakes([x, x, x, "f32[8,8,1024]", x, s, s, None, 0.125, 1.0, 64, False])
     config = {"block_sizes": [32, 64], "num_warps": 4, "num_stages": 2, "indexing": "pointer"}
     before, usual = dict(os.environ), knobs.nvidia.ptxas.version
     with tempfile.TemporaryDirectory() as folder:

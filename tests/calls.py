@@ -52,7 +52,7 @@ def arguments(B=2, T=1000, H=4, K=64, V=64, dtype="bf16", strides="") -> tuple:
     """Arguments of scalar_walk_kernel, along whole sequences."""
     x = f"{dtype}[{B},{T},{H},{K}]{strides}"
     v, gc, L = f"{dtype}[{B},{T},{H},{V}]", f"f32[{B},{H},{T}]", -(-T // 64) * 64
-    return offline_compile.fakes([x, x, v, gc, None, None, None, None, None, 0.1, 64, L, False])
+    return offline_compile.fakes([x, x, v, gc, None, None, None, None, None, 0.125, 1.5, 64, L, False])
 
 
 def main(device: str) -> None:

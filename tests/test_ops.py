@@ -234,6 +234,19 @@ def test_nothing_depends_on_a_later_token_out_of_range(op, device, package):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", ["linear_attn", "retention", "simple_gla"])
+def test_no_output_depends_on_a_later_key_out_of_range(op, device, package):
+    """q . k of a later key is infinite in fp32; no mask may be a factor."""
+    inputs, _, _ = make(Case(op, T=100), device)
+    t, fn = 40, operator(package, op)
+    expected, _ = fn(**inputs)
+    inputs["k"] = inputs["k"].clone()
+    inputs["k"][:, t] = 3e38
+    o, _ = fn(**inputs)
+    assert torch.equal(o[:, :t], expected[:, :t]) and o[:, :t].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPERATORS)
 def test_a_batch_row_does_not_depend_on_another(op, device, package):
     inputs, do, dht = make(Case(op, B=2, T=150), device)

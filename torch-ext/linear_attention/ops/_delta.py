@@ -7,6 +7,7 @@ lower triangular matrix.  With S the state at the chunk's begin and D the gradie
     n = u - w S            o = scale (qg S + A n)                S' = 2^gl S + kg^T n
     dn = scale A^T do + kg D                                     D' = 2^gl D + scale qg^T do - w^T dn
 
+The walk back keeps D and dn without rest, where scale is unit times rest (`split_scale`).
 Each kernel runs one program for a sequence, value head and tile of V, with the state transposed on chip, [BV, K] in
 fp32: so the state and the corrected values n are first operands, which stay in registers.  Without a gate gl is None.
 """
@@ -110,12 +111,12 @@ def delta_fwd_state_kernel(
 @kernel(dot_precision="tf32x3")
 def delta_bwd_state_kernel(
     qg: torch.Tensor, kg: torch.Tensor, w: torch.Tensor, A: torch.Tensor, do: torch.Tensor,
-    gl: torch.Tensor | None, dht: torch.Tensor | None, sequences: torch.Tensor | None, scale: float,
+    gl: torch.Tensor | None, dht: torch.Tensor | None, sequences: torch.Tensor | None, unit: float, rest: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient D of the state at every chunk's end, dn = scale A^T do + kg D, and dh0, in one walk back.
 
     qg, kg, w [B,T,HV,K], A [B,T,HV,C], do [B,T,HV,V], gl fp32 [B,NT,HV,K], dht [N,HV,K,V]
-    -> D [B,NT,HV,K,V] in do's dtype, dn as do, dh0 fp32 [N,HV,K,V].
+    -> D [B,NT,HV,K,V] without rest in do's dtype, dn as do, dh0 fp32 [N,HV,K,V].
     """
     B, T, HV, K = w.size()
     K, V, C = hl.specialize((K, do.size(3), A.size(3)))
@@ -131,7 +132,7 @@ def delta_bwd_state_kernel(
         if dht is None:
             b_D = hl.zeros([tile_v, K], dtype=torch.float32)
         else:
-            b_D = dht[i_n, i_h, :, tile_v].to(torch.float32).transpose(0, 1)
+            b_D = dht[i_n, i_h, :, tile_v].to(torch.float32).transpose(0, 1) / rest
         for i_r in hl.grid(count):
             i_c = count - 1 - i_r
             i_t = hl.arange(C) + i_c * C + begin
@@ -141,16 +142,17 @@ def delta_bwd_state_kernel(
             b_d = in_range(b_D, do.dtype)
             D[i_b, first + i_c, i_h, :, tile_v] = b_d.transpose(0, 1)
             b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
-            b_do = in_range(b_do.to(torch.float32) * scale, do.dtype)
+            b_do = in_range(b_do.to(torch.float32) * unit, do.dtype)
             b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
             b_k = hl.load(kg, [i_b, i_t, i_h, i_k], extra_mask=live)
             b_dn = hl.dot(b_do, b_A, out_dtype=torch.float32)
-            b_dn = in_range(hl.dot(b_d, b_k.transpose(0, 1), acc=b_dn), do.dtype)
-            hl.store(dn, [i_b, i_t, i_h, tile_v], b_dn.transpose(0, 1), extra_mask=written)
+            b_dn = hl.dot(b_d, b_k.transpose(0, 1), acc=b_dn)
+            hl.store(dn, [i_b, i_t, i_h, tile_v], in_range(b_dn * rest, dn.dtype).transpose(0, 1), extra_mask=written)
+            b_dn = in_range(b_dn, do.dtype)
             if gl is not None:
                 b_D = b_D * torch.exp2(gl[i_b, first + i_c, i_h, :])[None, :]
             b_D = hl.dot(b_do, hl.load(qg, [i_b, i_t, i_h, i_k], extra_mask=live), acc=b_D)
             b_w = hl.load(w, [i_b, i_t, i_h, i_k], extra_mask=live)
             b_D = b_D - hl.dot(b_dn, b_w, out_dtype=torch.float32)
-        dh0[i_n, i_h, :, tile_v] = b_D.transpose(0, 1)
+        dh0[i_n, i_h, :, tile_v] = b_D.transpose(0, 1) * rest
     return D, dn, dh0

@@ -43,57 +43,57 @@ SCALAR_WALK_KERNEL = {
     ],
     "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (2, 128), None, None, None, None, None, None, None, 64, None, False): {
+        ((2, 128), (2, 128), (2, 128), None, None, None, None, None, None, None, None, 64, None, False): {
             (1, 8192, 96): 0,
             (4, 2048, 16): 1,
             (4, 4096, 64): 0,
         },
-        ((2, 128), (2, 128), (2, 128), None, None, None, None, None, None, None, 64, None, True): {
+        ((2, 128), (2, 128), (2, 128), None, None, None, None, None, None, None, None, 64, None, True): {
             (1, 8192, 96): 0,
             (4, 2048, 16): 1,
             (4, 4096, 64): 0,
         },
-        ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, 64, None, False): {
+        ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, None, 64, None, False): {
             (2, 16384, 16): 0,
         },
-        ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, 64, None, True): {
+        ((2, 128), (2, 128), (2, 128), None, None, (4, 128), (4,), None, None, None, None, 64, None, True): {
             (2, 16384, 16): 0,
         },
-        ((2, 256), (2, 256), (2, 256), None, None, None, None, None, None, None, 32, None, False): {
+        ((2, 256), (2, 256), (2, 256), None, None, None, None, None, None, None, None, 32, None, False): {
             (8, 2048, 32): 0,
         },
-        ((2, 256), (2, 256), (2, 256), None, None, None, None, None, None, None, 32, None, True): {
+        ((2, 256), (2, 256), (2, 256), None, None, None, None, None, None, None, None, 32, None, True): {
             (8, 2048, 32): 0,
         },
-        ((2, 64), (2, 64), (2, 64), None, None, None, None, None, None, None, 64, None, False): {
+        ((2, 64), (2, 64), (2, 64), None, None, None, None, None, None, None, None, 64, None, False): {
             (8, 1024, 8): 1,
         },
-        ((2, 64), (2, 64), (2, 64), None, None, None, None, None, None, None, 64, None, True): {
+        ((2, 64), (2, 64), (2, 64), None, None, None, None, None, None, None, None, 64, None, True): {
             (8, 1024, 8): 1,
         },
-        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, None, None, None, 64, None, True): {
+        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, None, None, None, None, 64, None, True): {
             (1, 8192, 96): 2,
             (4, 2048, 16): 2,
             (4, 4096, 64): 2,
         },
-        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, None, None, None, 64, None, False): {
+        ((2, 128), (2, 128), (2, 128), (4,), None, None, None, None, None, None, None, 64, None, False): {
             (1, 8192, 96): 2,
             (4, 2048, 16): 1,
             (4, 4096, 64): 2,
         },
-        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, None, True): {
+        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, None, 64, None, True): {
             (2, 16384, 16): 2,
         },
-        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, 64, None, False): {
+        ((2, 128), (2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, None, 64, None, False): {
             (2, 16384, 16): 0,
         },
-        ((2, 256), (2, 256), (2, 256), (4,), None, None, None, None, None, None, 64, None, False): {
+        ((2, 256), (2, 256), (2, 256), (4,), None, None, None, None, None, None, None, 64, None, False): {
             (8, 2048, 32): 3,
         },
-        ((2, 64), (2, 64), (2, 64), (4,), None, None, None, None, None, None, 64, None, True): {
+        ((2, 64), (2, 64), (2, 64), (4,), None, None, None, None, None, None, None, 64, None, True): {
             (8, 1024, 8): 1,
         },
-        ((2, 64), (2, 64), (2, 64), (4,), None, None, None, None, None, None, 64, None, False): {
+        ((2, 64), (2, 64), (2, 64), (4,), None, None, None, None, None, None, None, 64, None, False): {
             (8, 1024, 8): 1,
         },
     },
@@ -109,32 +109,32 @@ SCALAR_STATE_KERNEL = {
     ],
     "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4,), None, None, None, None, None, None, None, 64, None, False): {
+        ((2, 128), (2, 128), (4,), None, None, None, None, None, None, None, None, 64, None, False): {
             (1, 8192, 96): 0,
             (4, 2048, 16): 2,
             (4, 4096, 64): 0,
         },
-        ((2, 128), (2, 128), (4,), None, None, None, None, None, None, None, 64, None, True): {
+        ((2, 128), (2, 128), (4,), None, None, None, None, None, None, None, None, 64, None, True): {
             (1, 8192, 96): 1,
             (4, 2048, 16): 1,
             (4, 4096, 64): 0,
         },
-        ((2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, None, 64, None, False): {
+        ((2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, None, None, 64, None, False): {
             (2, 16384, 16): 0,
         },
-        ((2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, None, 64, None, True): {
+        ((2, 128), (2, 128), (4,), None, (4, 128), (4,), None, None, None, None, None, 64, None, True): {
             (2, 16384, 16): 1,
         },
-        ((2, 256), (2, 256), (4,), None, None, None, None, None, None, None, 64, None, False): {
+        ((2, 256), (2, 256), (4,), None, None, None, None, None, None, None, None, 64, None, False): {
             (8, 2048, 32): 0,
         },
-        ((2, 256), (2, 256), (4,), None, None, None, None, None, None, None, 64, None, True): {
+        ((2, 256), (2, 256), (4,), None, None, None, None, None, None, None, None, 64, None, True): {
             (8, 2048, 32): 0,
         },
-        ((2, 64), (2, 64), (4,), None, None, None, None, None, None, None, 64, None, False): {
+        ((2, 64), (2, 64), (4,), None, None, None, None, None, None, None, None, 64, None, False): {
             (8, 1024, 8): 1,
         },
-        ((2, 64), (2, 64), (4,), None, None, None, None, None, None, None, 64, None, True): {
+        ((2, 64), (2, 64), (4,), None, None, None, None, None, None, None, None, 64, None, True): {
             (8, 1024, 8): 1,
         },
     },
@@ -149,19 +149,19 @@ SCALAR_BWD_QK_KERNEL = {
     ],
     "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 64), (2, 64), (2, 64), (4,), (2, 64), (2, 64, 64), (2, 64, 64), None, None, 64, True): {
+        ((2, 64), (2, 64), (2, 64), (4,), (2, 64), (2, 64, 64), (2, 64, 64), None, None, None, 64, True): {
             (8, 1024, 8): 0,
         },
-        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), (2, 128, 128), (2, 128, 128), None, None, 64, True): {
+        ((2, 128), (2, 128), (2, 128), (4,), (2, 128), (2, 128, 128), (2, 128, 128), None, None, None, 64, True): {
             (1, 8192, 96): 0,
             (2, 16384, 16): 0,
             (4, 2048, 16): 0,
             (4, 4096, 64): 0,
         },
-        ((2, 256), (2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), (2, 256, 256), None, None, 64, False): {
+        ((2, 256), (2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), (2, 256, 256), None, None, None, 64, False): {
             (8, 2048, 32): 1,
         },
-        ((2, 256), (2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), (2, 256, 256), None, None, 64, True): {
+        ((2, 256), (2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), (2, 256, 256), None, None, None, 64, True): {
             (8, 2048, 32): 0,
         },
     },
@@ -177,16 +177,16 @@ SCALAR_BWD_V_KERNEL = {
     ],
     "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (4,), (2, 128), (2, 128, 128), None, None, 64): {
+        ((2, 128), (2, 128), (4,), (2, 128), (2, 128, 128), None, None, None, 64): {
             (1, 8192, 96): 0,
             (2, 16384, 16): 1,
             (4, 2048, 16): 1,
             (4, 4096, 64): 1,
         },
-        ((2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), None, None, 64): {
+        ((2, 256), (2, 256), (4,), (2, 256), (2, 256, 256), None, None, None, 64): {
             (8, 2048, 32): 2,
         },
-        ((2, 64), (2, 64), (4,), (2, 64), (2, 64, 64), None, None, 64): {
+        ((2, 64), (2, 64), (4,), (2, 64), (2, 64, 64), None, None, None, 64): {
             (8, 1024, 8): 1,
         },
     },

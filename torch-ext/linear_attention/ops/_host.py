@@ -1,6 +1,7 @@
 """What the public functions do before and after the kernels, whose T is at least 1 and K and V in 16..256."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -61,6 +62,14 @@ def over_values(
             results.append((o[..., :part.size(-1)].contiguous(), final_state[..., :K, :part.size(-1)].contiguous()))
     o, final_state = results[0] if len(results) == 1 else (torch.cat(parts, -1) for parts in zip(*results))
     return o, final_state.mT.contiguous() if state_v_first else final_state
+
+
+def split_scale(scale: float) -> tuple[float, float]:
+    """unit and rest, whose product scale is.  unit is a power of two, negative or 0 where scale is: an operand in bf16
+    is not rounded for it, as it would be for scale, all equal numbers by the same 2^-9.  rest, in [1, 2), is for fp32.
+    """
+    fraction, exponent = math.frexp(scale)
+    return (math.copysign(2.0 ** (exponent - 1), scale), 2 * abs(fraction)) if scale else (0.0, 1.0)
 
 
 def within(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:

@@ -235,15 +235,15 @@ def kda_bwd_v_kernel(
 def kda_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, do: torch.Tensor,
     n: torch.Tensor, r: torch.Tensor, dA: torch.Tensor, dL: torch.Tensor, S: torch.Tensor, D: torch.Tensor,
-    chunks: torch.Tensor | None, scale: float, C: hl.constexpr, G: hl.constexpr,
+    chunks: torch.Tensor | None, unit: float, rest: float, C: hl.constexpr, G: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With x = scale 2^gc do S^T, y = 2^(gl - gc) n D^T, z = -2^gc r S^T and e_ij = 2^(gc_i - gc_j):
+    """With x = scale 2^gc do S^T, y = rest 2^(gl - gc) n D^T, z = -2^gc r S^T and e_ij = 2^(gc_i - gc_j):
 
     dq_i = x_i + sum_j dA_ij e_ij k_j
     dk_i = y_i + beta_i z_i + sum_j (dA_ji e_ji q_j + beta_j dL_ji e_ji k_j + beta_i dL_ij e_ij k_j)
     dbeta_i = k_i . z_i + sum_j dL_ij L_ij / beta_i
     dg_t = sum_{i>=t>j} (q_i dA_ij + beta_i k_i dL_ij) e_ij k_j
-         + sum_{i>=t} (q x + beta k z)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
+         + sum_{i>=t} (q x + beta k z)_i + sum_{j<t} (k y)_j + rest 2^gl sum_V S D,
     with every sum of dg in each channel.  The division by beta is only notation.
 
     q, k [B,T,H,K], gc fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], beta [B,T,HV], do, n, r [B,T,HV,V], dA, dL [B,T,HV,C],
@@ -287,8 +287,8 @@ def kda_bwd_qk_kernel(
             b_z = hl.dot(hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=live), b_S.transpose(0, 1), acc=b_z)
             b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
         b_kb = b_k.to(torch.float32) * b_beta
-        b_x = b_x * torch.exp2(b_gc) * scale
-        b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
+        b_x = b_x * torch.exp2(b_gc) * (unit * rest)
+        b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0)) * rest
         b_z = -b_z * torch.exp2(b_gc)
         b_u, b_v, b_dw, b_p = block_key_gradients(b_q, b_kb, b_k, b_dA, b_dL, b_gc, levels, C)
         b_dq, b_dk = diagonal_gradients(b_q, b_k, b_dA, C)
@@ -297,7 +297,7 @@ def kda_bwd_qk_kernel(
         b_dw = b_dw + b_z
         b_dg = block_gate_sums(b_p + b_q.to(torch.float32) * b_x + b_kb * b_z, levels, q.dtype, C)
         b_dg = b_dg + later_gate_sums(b_k.to(torch.float32) * b_y, q.dtype, C)
-        b_dg = torch.where(live, b_dg + (b_SD * torch.exp2(b_gl))[None, :], 0.0)
+        b_dg = torch.where(live, b_dg + (b_SD * torch.exp2(b_gl) * rest)[None, :], 0.0)
         hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=written)
         hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_dw * b_beta).to(dk.dtype), extra_mask=written)
         hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=written)

@@ -21,10 +21,10 @@ import torch
 from ._aot import kernel
 from ._delta import delta_bwd_state_kernel, delta_fwd_o_kernel, delta_fwd_state_kernel
 from ._gates import gate_cumsum_kernel
-from ._host import last_contiguous, over_values, sum_of_group
+from ._host import last_contiguous, over_values, split_scale, sum_of_group
 from ._l2norm import l2norm
 from ._sequences import Tables, chunk, chunk_count, row_values
-from ._tile import decay_tile, in_range, unit_lower_inverse
+from ._tile import decayed, in_range, unit_lower_inverse
 
 
 @kernel(dot_precision="tf32x3", fp32_precision="ieee")
@@ -69,9 +69,8 @@ def scalar_delta_prepare_kernel(
         else:
             b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
             b_gl = gl[i_b, i_c, i_h]
-            b_decay = decay_tile(b_gc, lower)
-            b_A = b_A * b_decay
-            b_L = torch.where(strict, b_L * b_decay, 0.0)
+            b_A = decayed(b_A, b_gc, lower)
+            b_L = decayed(b_L, b_gc, strict)
             b_from = torch.exp2(b_gc)
             b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
             b_qg = (b_q.to(torch.float32) * b_from[:, None]).to(q.dtype)
@@ -132,15 +131,15 @@ def scalar_delta_bwd_v_kernel(
 def scalar_delta_bwd_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor | None, gl: torch.Tensor | None, beta: torch.Tensor,
     n: torch.Tensor, S: torch.Tensor, do: torch.Tensor, D: torch.Tensor, r: torch.Tensor, rv: torch.Tensor,
-    chunks: torch.Tensor | None, scale: float, C: hl.constexpr, G: hl.constexpr,
+    chunks: torch.Tensor | None, unit: float, rest: float, C: hl.constexpr, G: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of a chunk but dv.  With decay_ij = 2^(gc_i - gc_j) and db the gradient of beta k through w and S:
 
         P = scale tril(do n^T) . decay        G = -beta stril(r n^T) . decay        db = -2^gc r S^T
         dq = scale 2^gc do S^T + P k
-        dk = 2^(gl - gc) n D^T + beta db + P^T q + (G + G^T) k
+        dk = rest 2^(gl - gc) n D^T + beta db + P^T q + (G + G^T) k
         dbeta_i = rv_i + db_i . k_i + sum_j G_ij k_i . k_j / beta_i
-        dg_t = sum_{i >= t} sum_{j < t} W_ij + sum_{i >= t} x_i + sum_{j < t} y_j + 2^gl sum(S . D)
+        dg_t = sum_{i >= t} sum_{j < t} W_ij + sum_{i >= t} x_i + sum_{j < t} y_j + rest 2^gl sum(S . D)
 
     W_ij = P_ij q_i . k_j + G_ij k_i . k_j for i > j; x and y hold the terms of dq . q + beta db . k through S and those
     of dk . k through D.  The sum of W is taken as that of its row sums less its column sums over i >= t, exactly zero
@@ -173,17 +172,19 @@ def scalar_delta_bwd_kernel(
         b_dbeta = row_values(rv, i_b, i_t, i_h, end, fill)
         b_nt = hl.load(n, [i_b, i_t, i_h, i_v], extra_mask=live).transpose(0, 1)
         b_P = hl.dot(hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=live), b_nt, out_dtype=torch.float32)
-        b_P = torch.where(lower, b_P * scale, 0.0)
+        b_P = b_P * (unit * rest)
         b_G = hl.dot(hl.load(r, [i_b, i_t, i_h, i_v], extra_mask=live), b_nt, out_dtype=torch.float32)
-        b_G = torch.where(strict, -b_G, 0.0)
-        if gc is not None:
+        b_G = -b_G
+        if gc is None:
+            b_P = torch.where(lower, b_P, 0.0)
+            b_G = torch.where(strict, b_G, 0.0)
+        else:
             b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
             b_gl = gl[i_b, i_c, i_h]
             b_from = torch.exp2(b_gc)
             b_rest = torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
-            b_decay = decay_tile(b_gc, lower)
-            b_P = b_P * b_decay
-            b_G = b_G * b_decay
+            b_P = decayed(b_P, b_gc, lower)
+            b_G = decayed(b_G, b_gc, strict)
             b_qk = hl.zeros([C, C], dtype=torch.float32)
             b_y = hl.zeros([C], dtype=torch.float32)
             b_z = hl.zeros([C], dtype=torch.float32)
@@ -215,7 +216,7 @@ def scalar_delta_bwd_kernel(
             b_dbeta = b_dbeta + b_dbk
             b_dk = hl.dot(b_gg, b_k, acc=b_dk * b_beta[:, None])
             b_do = hl.load(do, [i_b, i_t, i_h, hl.arange(V)], extra_mask=live)
-            b_dq = hl.dot(b_do, b_S.transpose(0, 1), out_dtype=torch.float32) * scale
+            b_dq = hl.dot(b_do, b_S.transpose(0, 1), out_dtype=torch.float32) * (unit * rest)
             b_q = hl.load(q, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
             if gc is not None:
                 b_dq = b_dq * b_from[:, None]
@@ -225,7 +226,7 @@ def scalar_delta_bwd_kernel(
             b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
             b_D = D[i_b, i_c, i_h, tile_k, :]
             b_n = hl.load(n, [i_b, i_t, i_h, hl.arange(V)], extra_mask=live)
-            b_dkD = hl.dot(b_n, b_D.transpose(0, 1), out_dtype=torch.float32)
+            b_dkD = hl.dot(b_n, b_D.transpose(0, 1), out_dtype=torch.float32) * rest
             if gc is not None:
                 b_dkD = b_dkD * b_rest[:, None]
                 b_y = b_y + torch.sum(b_dkD * b_k.to(torch.float32), 1)
@@ -234,7 +235,7 @@ def scalar_delta_bwd_kernel(
         hl.store(dbeta, [i_b, i_t, i_h], b_dbeta.to(dbeta.dtype), extra_mask=i_t < fill)
         if gc is not None:
             upper = idx[:, None] <= idx[None, :]
-            b_dg = torch.sum(torch.where(upper, b_x[None, :], b_y[None, :]), 1) + b_z * torch.exp2(b_gl)
+            b_dg = torch.sum(torch.where(upper, b_x[None, :], b_y[None, :]), 1) + b_z * (torch.exp2(b_gl) * rest)
             hl.store(dg, [i_b, i_t, i_h], torch.where(i_t < end, b_dg, 0.0), extra_mask=i_t < fill)
     return dq, dk, dg, dbeta
 
@@ -269,16 +270,16 @@ def scalar_delta_bwd(
     h0: torch.Tensor | None, scale: float, tables: Tables, do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg (None without a gate), dbeta in their inputs' dtypes and dh0 in fp32."""
-    C, G = _chunk(q), v.size(2) // q.size(2)
+    C, G, split = _chunk(q), v.size(2) // q.size(2), split_scale(scale)
     qg, kg, w, u, A, X, gc, gl, gl_k = _prepare(q, k, v, g, beta, tables)
     S, n = delta_fwd_state_kernel(kg, w, u, gl_k, h0, tables.sequences, C)
     del u
-    D, dn, dh0 = delta_bwd_state_kernel(qg, kg, w, A, do, gl_k, dht, tables.sequences, scale)
+    D, dn, dh0 = delta_bwd_state_kernel(qg, kg, w, A, do, gl_k, dht, tables.sequences, *split)
     del qg, kg, w, A
     r, dv, rv = scalar_delta_bwd_v_kernel(v, beta, X, dn, tables.chunks)
     del X, dn
     dq, dk, dg, dbeta = scalar_delta_bwd_kernel(
-        q, k, gc, gl, beta, n, S, do, D, r, rv, tables.chunks, scale, C, G)
+        q, k, gc, gl, beta, n, S, do, D, r, rv, tables.chunks, *split, C, G)
     dq, dk = sum_of_group(dq, G), sum_of_group(dk, G)
     return dq, dk, dv, None if g is None else dg.to(g.dtype), dbeta, dh0
 

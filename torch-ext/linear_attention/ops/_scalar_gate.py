@@ -15,6 +15,7 @@ One kernel walks along a sequence with S or D on chip, and gives o and every gra
 v, k for q, k, v and S^T for S, dk_j is dv_j with v, do, q for k, q, do and D^T for D.  The gradient of a gate needs S
 and D of every chunk in one place: then the backward walks once each way to write them, and all chunks are independent.
 So it does with a gate and a large K or V too, where walks spill.
+In kernels scale is unit times rest (`split_scale`), and D is kept without rest.
 `g` is a natural logarithm of any strides, or None where there is no gate, or one that is the head's (retention).
 `_gates.py` makes gc of it, `_segments.py` says what a walk is along.
 """
@@ -25,20 +26,20 @@ import torch
 
 from ._aot import kernel
 from ._gates import gate_cumsum_kernel, head_decay_kernel
-from ._host import last_contiguous, over_values
+from ._host import last_contiguous, over_values, split_scale
 from ._segments import joined_count, segment, segment_count, segment_length, segment_table
 from ._sequences import Tables, chunk, chunk_count, sequence_count
-from ._tile import decay_tile, in_range
+from ._tile import decayed, in_range
 
 
 @kernel(dot_precision="tf32x3")
 def scalar_segment_kernel(
-    y: torch.Tensor, z: torch.Tensor, gc: torch.Tensor | None, segments: torch.Tensor | None, scale: float,
+    y: torch.Tensor, z: torch.Tensor, gc: torch.Tensor | None, segments: torch.Tensor | None, unit: float,
     C: hl.constexpr, L: int, backwards: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What each segment but the last of a walk adds to the state: S <- 2^gl S + y^T (2^(gl - gc) z), from zero.
 
-    Backwards, chunks in reverse, 2^gc scale for 2^(gl - gc).  y [B,T,H,K], z [B,T,H,V], gc fp32 [B,H,T]
+    Backwards, chunks in reverse, 2^gc unit for 2^(gl - gc).  y [B,T,H,K], z [B,T,H,V], gc fp32 [B,H,T]
     -> S fp32 [NJ,H,K,V], and the segment's log2 gate fp32 [NJ,H].  One program a segment, head, K tile and V tile.
     """
     B, T, H, K = y.size()
@@ -65,12 +66,12 @@ def scalar_segment_kernel(
                 if gc is not None:
                     b_gl = gc[i_b, i_h, min(begin + i_c * C + C, fill) - 1]
                     b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
-                    b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
+                    b_f = torch.exp2(b_gc) * unit if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
                     b_z = in_range(b_z.to(torch.float32) * b_f[:, None], z.dtype)
                     b_S = b_S * torch.exp2(b_gl)
                     b_gs = b_gs + b_gl
                 elif backwards:
-                    b_z = in_range(b_z.to(torch.float32) * scale, z.dtype)
+                    b_z = in_range(b_z.to(torch.float32) * unit, z.dtype)
                 b_S = hl.dot(b_y.transpose(0, 1), b_z, acc=b_S)
             i_j = i_s - i_n - (1 if backwards else 0)
             S[i_j, i_h, tile_k, tile_v] = b_S
@@ -83,12 +84,12 @@ def scalar_segment_kernel(
 def scalar_walk_kernel(
     x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, gc: torch.Tensor | None, s0: torch.Tensor | None,
     S: torch.Tensor | None, gs: torch.Tensor | None, sequences: torch.Tensor | None, segments: torch.Tensor | None,
-    scale: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
+    unit: float, rest: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = scale (2^gc x S + (x y^T . decay) z), lower triangular, with S <- 2^gl S + y^T (2^(gl - gc) z) from s0 on.
 
     Backwards, chunks in reverse: o = 2^(gl - gc) x S + scale (x y^T . decay) z, upper triangular, with
-    S <- 2^gl S + scale y^T (2^gc z).
+    S <- 2^gl S + scale y^T (2^gc z), kept without rest, as S of scalar_segment_kernel is.
 
     x, y [B,T,H,K], z [B,T,H,V], gc fp32 [B,H,T], s0 [N,H,K,V], S and gs as of scalar_segment_kernel, needed where a
     sequence has several segments -> o as z, the state after the walk fp32 [N,H,K,V].
@@ -113,6 +114,8 @@ def scalar_walk_kernel(
             b_S = hl.zeros([tile_v, K], dtype=torch.float32)
         else:
             b_S = s0[i_n, i_h, :, tile_v].to(torch.float32).transpose(0, 1)
+            if backwards:
+                b_S = b_S / rest
         if S is not None:
             for i_r in hl.grid(before):
                 i_j = (stop - 2 - i_r if backwards else first + i_r) - i_n
@@ -136,28 +139,29 @@ def scalar_walk_kernel(
             if gc is None:
                 b_a = torch.where(pairs, b_a, 0.0)
             else:
-                b_a = b_a * decay_tile(b_gc if backwards else -b_gc, pairs)
+                b_a = decayed(b_a, b_gc if backwards else -b_gc, pairs)
             if early:
-                b_a = b_a * scale
+                b_a = b_a * unit
             b_a = in_range(b_a, z.dtype)
             b_o = hl.dot(in_range(b_S, x.dtype), b_x.transpose(0, 1), out_dtype=torch.float32)
             if gc is not None:
                 b_f = torch.clamp(b_gl - b_gc, max=0.0) if backwards else b_gc
                 b_o = b_o * torch.exp2(b_f)[None, :]
             if early and not backwards:
-                b_o = b_o * scale
+                b_o = b_o * unit
             b_o = hl.dot(b_z, b_a, acc=b_o)
-            if not early:
-                b_o = b_o * scale
+            b_o = b_o * (rest if early else unit * rest)
             hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=(i_t < fill)[:, None])
             if gc is not None:
-                b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
+                b_f = torch.exp2(b_gc) * unit if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
                 b_z = in_range(b_z.to(torch.float32) * b_f[None, :], z.dtype)
                 b_S = b_S * torch.exp2(b_gl)
             elif backwards:
-                b_z = in_range(b_z.to(torch.float32) * scale, z.dtype)
+                b_z = in_range(b_z.to(torch.float32) * unit, z.dtype)
             b_S = hl.dot(b_z, b_y, acc=b_S)
         if after == 0:
+            if backwards:
+                b_S = b_S * rest
             s1[i_n, i_h, :, tile_v] = b_S.transpose(0, 1)
     return o, s1
 
@@ -166,11 +170,12 @@ def scalar_walk_kernel(
 def scalar_state_kernel(
     y: torch.Tensor, z: torch.Tensor, gc: torch.Tensor, s0: torch.Tensor | None, S: torch.Tensor | None,
     gs: torch.Tensor | None, sequences: torch.Tensor | None, chunks: torch.Tensor | None, segments: torch.Tensor | None,
-    scale: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
+    unit: float, rest: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The states of a walk, S <- 2^gl S + y^T (2^(gl - gc) z), written before each chunk.
 
-    Backwards, chunks in reverse, S <- 2^gl S + scale y^T (2^gc z): with q, do the gradients D of the states of k, v.
+    Backwards, chunks in reverse, S <- 2^gl S + scale y^T (2^gc z): with q, do the gradients D of the states of k, v,
+    which are written without rest; forwards unit and rest are 1.
     y [B,T,H,K], z [B,T,H,V], gc fp32 [B,H,T], s0 [N,H,K,V], S and gs of scalar_segment_kernel, needed where a sequence
     has several segments -> states [B,NT,H,K,V] in z's dtype, the state after the walk fp32 [N,H,K,V].
     One program a segment, head, K tile and V tile.
@@ -191,7 +196,7 @@ def scalar_state_kernel(
         if s0 is None:
             b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
         else:
-            b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32)
+            b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32) / rest
         if S is not None:
             for i_r in hl.grid(before):
                 i_j = (stop - 2 - i_r if backwards else first + i_r) - i_n
@@ -205,18 +210,18 @@ def scalar_state_kernel(
             b_gl = gc[i_b, i_h, min(begin + i_c * C + C, fill) - 1]
             b_y = hl.load(y, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_z = hl.load(z, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            b_f = torch.exp2(b_gc) * scale if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
+            b_f = torch.exp2(b_gc) * unit if backwards else torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))
             b_z = in_range(b_z.to(torch.float32) * b_f[:, None], z.dtype)
             b_S = hl.dot(b_y.transpose(0, 1), b_z, acc=b_S * torch.exp2(b_gl))
         if after == 0:
-            s1[i_n, i_h, tile_k, tile_v] = b_S
+            s1[i_n, i_h, tile_k, tile_v] = b_S * rest
     return states, s1
 
 
 @kernel(dot_precision="tf32x3")
 def scalar_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, S: torch.Tensor,
-    D: torch.Tensor, chunks: torch.Tensor | None, scale: float, C: hl.constexpr, with_dg: hl.constexpr,
+    D: torch.Tensor, chunks: torch.Tensor | None, unit: float, rest: float, C: hl.constexpr, with_dg: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With P = scale (do v^T . decay), lower triangular:
 
@@ -262,9 +267,9 @@ def scalar_bwd_qk_kernel(
         lower = idx[:, None] >= idx[None, :]
         b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
         b_gl = gc[i_b, i_h, min(begin + C, fill) - 1]
-        b_p = torch.where(lower, b_p * scale, 0.0) * decay_tile(b_gc, lower)
-        b_dq = b_dq * (torch.exp2(b_gc) * scale)[:, None]
-        b_dk = b_dk * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
+        b_p = decayed(b_p * (unit * rest), b_gc, lower)
+        b_dq = b_dq * (torch.exp2(b_gc) * (unit * rest))[:, None]
+        b_dk = b_dk * (torch.exp2(torch.clamp(b_gl - b_gc, max=0.0)) * rest)[:, None]
         if with_dg:
             b_x = torch.sum(b_dq * b_q.to(torch.float32), 1)
             b_y = torch.sum(b_dk * b_k.to(torch.float32), 1)
@@ -272,7 +277,7 @@ def scalar_bwd_qk_kernel(
             b_w = torch.where(idx[:, None] > idx[None, :], b_w * b_p, 0.0)
             b_x = b_x + (torch.sum(b_w, 1) - torch.sum(b_w, 0))
             b_dg = torch.sum(torch.where(idx[:, None] <= idx[None, :], b_x[None, :], b_y[None, :]), 1)
-            b_dg = torch.where(i_t < end, b_dg + torch.sum(b_SD, 0) * torch.exp2(b_gl), 0.0)
+            b_dg = torch.where(i_t < end, b_dg + torch.sum(b_SD, 0) * (torch.exp2(b_gl) * rest), 0.0)
             hl.store(dg, [tile_k.begin // BK, i_b, i_t, i_h], b_dg, extra_mask=i_t < fill)
         b_p = in_range(b_p, q.dtype)
         hl.store(dq, [i_b, i_t, i_h, tile_k], hl.dot(b_p, b_k, acc=b_dq).to(dq.dtype), extra_mask=written)
@@ -284,7 +289,7 @@ def scalar_bwd_qk_kernel(
 @kernel(dot_precision="tf32x3")
 def scalar_bwd_v_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, D: torch.Tensor,
-    chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
+    chunks: torch.Tensor | None, unit: float, rest: float, C: hl.constexpr,
 ) -> torch.Tensor:
     """dv = 2^(gl - gc) k D + A^T do with A = scale (q k^T . decay), lower triangular.
 
@@ -312,8 +317,8 @@ def scalar_bwd_v_kernel(
         upper = idx[:, None] <= idx[None, :]
         b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
         b_gl = gc[i_b, i_h, min(begin + C, fill) - 1]
-        b_a = torch.where(upper, b_a * scale, 0.0) * decay_tile(-b_gc, upper)
-        b_dv = b_dv * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[:, None]
+        b_a = decayed(b_a * (unit * rest), -b_gc, upper)
+        b_dv = b_dv * (torch.exp2(torch.clamp(b_gl - b_gc, max=0.0)) * rest)[:, None]
         b_dv = hl.dot(in_range(b_a, do.dtype), hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), acc=b_dv)
         hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=(i_t < fill)[:, None])
     return dv
@@ -334,14 +339,14 @@ def scalar_gate_fwd(
     """o [B,T,H,V] in v's dtype, ht fp32 [N,H,K,V], and for the backward gc, the segments' states and gates (each may be
     None) and their table.
     """
-    C, sequences = _chunk(q, g is not None or head_decay), tables.sequences
+    C, sequences, split = _chunk(q, g is not None or head_decay), tables.sequences, split_scale(scale)
     gc = None if g is None else gate_cumsum_kernel(g, tables.chunks, C)[0]
     if head_decay:
         gc = head_decay_kernel(q, tables.chunks, C)
     L = segment_length(v, C)
     segments = segment_table(sequences, q.size(1), C, L)
     S, gs = (None, None) if L >= q.size(1) else scalar_segment_kernel(k, v, gc, segments, 1.0, C, L, False)
-    o, ht = scalar_walk_kernel(q, k, v, gc, h0, S, gs, sequences, segments, scale, C, L, False)
+    o, ht = scalar_walk_kernel(q, k, v, gc, h0, S, gs, sequences, segments, *split, C, L, False)
     return o, ht, gc, S, gs, segments
 
 
@@ -352,18 +357,18 @@ def scalar_gate_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """dq, dk, dv in q's dtype, dg fp32 [B,T,H] (None unless with_dg), dh0 fp32 [N,H,K,V]."""
     C, (sequences, chunks) = _chunk(q, gc is not None), tables
-    L = segment_length(v, C)
-    D, gd = (None, None) if L >= q.size(1) else scalar_segment_kernel(q, do, gc, segments, scale, C, L, True)
+    L, split = segment_length(v, C), split_scale(scale)
+    D, gd = (None, None) if L >= q.size(1) else scalar_segment_kernel(q, do, gc, segments, split[0], C, L, True)
     if with_dg or gc is not None and max(q.size(-1), v.size(-1)) > 128:  # walks with a gate spill there
-        S, _ = scalar_state_kernel(k, v, gc, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
-        D, dh0 = scalar_state_kernel(q, do, gc, dht, D, gd, sequences, chunks, segments, scale, C, L, True)
-        dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, chunks, scale, C, with_dg)
-        dv = scalar_bwd_v_kernel(q, k, gc, do, D, chunks, scale, C)
+        S, _ = scalar_state_kernel(k, v, gc, h0, S, gs, sequences, chunks, segments, 1.0, 1.0, C, L, False)
+        D, dh0 = scalar_state_kernel(q, do, gc, dht, D, gd, sequences, chunks, segments, *split, C, L, True)
+        dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, chunks, *split, C, with_dg)
+        dv = scalar_bwd_v_kernel(q, k, gc, do, D, chunks, *split, C)
         return dq, dk, dv, dg.sum(0) if with_dg else None, dh0
-    dv, dh0 = scalar_walk_kernel(k, q, do, gc, dht, D, gd, sequences, segments, scale, C, L, True)
+    dv, dh0 = scalar_walk_kernel(k, q, do, gc, dht, D, gd, sequences, segments, *split, C, L, True)
     h0, S, dht, D = (x if x is None else x.mT for x in (h0, S, dht, D))  # views: dq and dk walk with S^T, D^T
-    dq, _ = scalar_walk_kernel(do, v, k, gc, h0, S, gs, sequences, segments, scale, C, L, False)
-    dk, _ = scalar_walk_kernel(v, do, q, gc, dht, D, gd, sequences, segments, scale, C, L, True)
+    dq, _ = scalar_walk_kernel(do, v, k, gc, h0, S, gs, sequences, segments, *split, C, L, False)
+    dk, _ = scalar_walk_kernel(v, do, q, gc, dht, D, gd, sequences, segments, *split, C, L, True)
     return dq, dk, dv, None, dh0
 
 

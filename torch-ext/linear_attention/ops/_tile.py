@@ -25,12 +25,12 @@ def in_range(b_x, dtype):
     return b_x.to(dtype)
 
 
-def decay_tile(b_gc, mask):
-    """2^(gc_i - gc_j) where mask (i >= j or i > j), else 0: [C] -> fp32 [C, C].
+def decayed(b_x, b_gc, mask):
+    """2^(gc_i - gc_j) x_ij where mask (i >= j or i > j), else 0: x fp32 [C, C], gc [C].
 
-    The clamp covers the masked half, whose differences are positive.
+    The clamp is for the masked half, whose differences are positive; masked last, since x may be infinite there.
     """
-    return torch.where(mask, torch.exp2(torch.clamp(b_gc.unsqueeze(1) - b_gc.unsqueeze(0), max=0.0)), 0.0)
+    return torch.where(mask, b_x * torch.exp2(torch.clamp(b_gc.unsqueeze(1) - b_gc.unsqueeze(0), max=0.0)), 0.0)
 
 
 def diagonal_inverse(b_L, C):

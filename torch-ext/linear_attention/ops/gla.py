@@ -4,10 +4,12 @@ A gate has a value for each channel and token.
 In a chunk of C tokens, with `gc` the log2 gates summed from the chunk's begin, `gl` their sum over the chunk, S the
 state at the chunk's begin and D the gradient of the state at its end:
 
-    qg = scale 2^gc q    kg = 2^(gl - gc) k    A_ij = scale sum_d q_id k_jd 2^(gc_id - gc_jd),  i >= j
-    o  = qg S + A v                            S' = 2^gl S + kg^T v
-    dv = A^T do + kg D                         D' = 2^gl D + qg^T do
+    qg = unit 2^gc q     kg = 2^(gl - gc) k    A_ij = unit sum_d q_id k_jd 2^(gc_id - gc_jd),  i >= j
+    o  = rest (qg S + A v)                     S' = 2^gl S + kg^T v
+    dv = rest (A^T do + kg D)                  D' = 2^gl D + qg^T do
     dA = scale tril(do v^T)                    dq, dk, dg: gla_bwd_qk_kernel
+
+scale is unit times rest (`split_scale`), and D is kept without rest.
 
 The forward turns q, k and g into what a walk along the sequence needs and walks with the state on chip, writing no
 state, or with a large K writes the states and takes all chunks at once.  The backward walks once each way to write S
@@ -42,7 +44,7 @@ from ._channel_gate import (
 )
 from ._checks import check_flags, check_gate, check_qkv, check_scale, check_sequences, check_state
 from ._gates import channel_gate_cumsum_kernel
-from ._host import WALK_K, last_contiguous, over_values, pad_to_16
+from ._host import WALK_K, last_contiguous, over_values, pad_to_16, split_scale
 from ._segments import joined_count, segment, segment_count, segment_length, segment_table
 from ._sequences import Tables, chunk, chunk_count, sequence_count
 from ._tile import in_range
@@ -50,10 +52,10 @@ from ._tile import in_range
 
 @kernel(dot_precision="tf32x3")
 def gla_scores_kernel(
-    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, chunks: torch.Tensor | None, scale: float,
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, chunks: torch.Tensor | None, unit: float,
     C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A_ij = scale sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  qg = scale 2^gc q;  kg = 2^(gl - gc) k.
+    """A_ij = unit sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  qg = unit 2^gc q;  kg = 2^(gl - gc) k.
 
     A without what the far kernel adds (`_channel_gate.py`).
     q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K] -> A [B,T,H,C], zero above the diagonal, qg, kg [B,T,H,K], all
@@ -79,14 +81,14 @@ def gla_scores_kernel(
             b_q = hl.load(q, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_k = hl.load(k, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_gc = hl.load(gc, [i_b, torch.clamp(i_t, max=fill - 1), i_h, tile_k])
-            b_qg = b_q.to(torch.float32) * (torch.exp2(b_gc) * scale)
+            b_qg = b_q.to(torch.float32) * (torch.exp2(b_gc) * unit)
             hl.store(qg, [i_b, i_t, i_h, tile_k], b_qg.to(q.dtype), extra_mask=written)
             b_gl = gl[i_b, tile_c.begin, i_h, tile_k]
             b_kg = b_k.to(torch.float32) * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
             hl.store(kg, [i_b, i_t, i_h, tile_k], b_kg.to(q.dtype), extra_mask=written)
             b_A = b_A + block_scores(b_q, b_k, b_gc, levels, C)
         idx = hl.arange(C)
-        b_A = torch.where(idx[:, None] >= idx[None, :], b_A * scale, 0.0)
+        b_A = torch.where(idx[:, None] >= idx[None, :], b_A * unit, 0.0)
         hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
     return A, qg, kg
 
@@ -94,7 +96,7 @@ def gla_scores_kernel(
 @kernel(dot_precision="tf32x3")
 def gla_far_scores_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, A: torch.Tensor,
-    chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
+    chunks: torch.Tensor | None, unit: float, C: hl.constexpr,
 ) -> None:
     """Adds to A of gla_scores_kernel the rows and channels of q that are not near.  Most chunks have none.
 
@@ -130,7 +132,7 @@ def gla_far_scores_kernel(
                             b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                             b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
                 idx = hl.arange(C)
-                b_A = torch.where(idx[:, None] >= idx[None, :], b_A * scale, 0.0)
+                b_A = torch.where(idx[:, None] >= idx[None, :], b_A * unit, 0.0)
                 b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=live).to(torch.float32)
                 hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
 
@@ -139,9 +141,9 @@ def gla_far_scores_kernel(
 def gla_fwd_o_kernel(
     qg: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, gl: torch.Tensor, h0: torch.Tensor | None,
     S: torch.Tensor | None, gs: torch.Tensor | None, sequences: torch.Tensor | None, segments: torch.Tensor | None,
-    L: int,
+    rest: float, L: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o = qg S + A v;  S <- 2^gl S + kg^T v.
+    """o = rest (qg S + A v);  S <- 2^gl S + kg^T v.
 
     qg, kg [B,T,H,K], v [B,T,H,V], A [B,T,H,C], gl fp32 [B,NT,H,K], h0 [N,H,K,V], S and gs of gla_segment_kernel, needed
     where a sequence has several segments -> o [B,T,H,V] in v's dtype, ht fp32 [N,H,K,V].
@@ -173,7 +175,7 @@ def gla_fwd_o_kernel(
             b_q = hl.load(qg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=live)
             b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
             b_o = hl.dot(in_range(b_S, v.dtype), b_q.transpose(0, 1), out_dtype=torch.float32)
-            b_o = hl.dot(b_v, b_A.transpose(0, 1), acc=b_o)
+            b_o = hl.dot(b_v, b_A.transpose(0, 1), acc=b_o) * rest
             hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype).transpose(0, 1), extra_mask=written)
             b_S = b_S * torch.exp2(gl[i_b, i_first + i_c, i_h, :])[None, :]
             b_S = hl.dot(b_v, hl.load(kg, [i_b, i_t, i_h, hl.arange(K)], extra_mask=live), acc=b_S)
@@ -226,9 +228,10 @@ def gla_segment_kernel(
 def gla_state_kernel(
     x: torch.Tensor, y: torch.Tensor, gl: torch.Tensor, s0: torch.Tensor | None, S: torch.Tensor | None,
     gs: torch.Tensor | None, sequences: torch.Tensor | None, chunks: torch.Tensor | None, segments: torch.Tensor | None,
-    C: hl.constexpr, L: int, backwards: hl.constexpr,
+    rest: float, C: hl.constexpr, L: int, backwards: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """S <- 2^gl S + x^T y, written before each chunk, from the first chunk on or from the last one back.
+    """S <- 2^gl S + x^T y, written before each chunk, from the first chunk on or from the last one back; s0 and the
+    state after the walk are rest S.
 
     x [B,T,H,K], y [B,T,H,V], gl fp32 [B,NT,H,K], s0 [N,H,K,V], S and gs of gla_segment_kernel, needed where a sequence
     has several segments -> states [B,NT,H,K,V] in y's dtype, the state after the walk fp32 [N,H,K,V].
@@ -251,7 +254,7 @@ def gla_state_kernel(
         if s0 is None:
             b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
         else:
-            b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32)
+            b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32) / rest
         if S is not None:
             for i_r in hl.grid(before):
                 i_j = (stop - 2 - i_r if backwards else first + i_r) - i_n
@@ -266,15 +269,15 @@ def gla_state_kernel(
             b_gl = gl[i_b, i_first + i_c, i_h, tile_k]
             b_S = hl.dot(b_x.transpose(0, 1), b_y, acc=b_S * torch.exp2(b_gl)[:, None])
         if after == 0:
-            s1[i_n, i_h, tile_k, tile_v] = b_S
+            s1[i_n, i_h, tile_k, tile_v] = b_S * rest
     return states, s1
 
 
 @kernel(dot_precision="tf32x3")
 def gla_out_kernel(
-    qg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, S: torch.Tensor, chunks: torch.Tensor | None
+    qg: torch.Tensor, v: torch.Tensor, A: torch.Tensor, S: torch.Tensor, chunks: torch.Tensor | None, rest: float
 ) -> torch.Tensor:
-    """o = qg S + A v from the states.
+    """o = rest (qg S + A v) from the states.
 
     qg [B,T,H,K], v [B,T,H,V], A [B,T,H,C], S [B,NT,H,K,V] -> o as v.  One program a head, chunk and V tile.
     """
@@ -295,16 +298,16 @@ def gla_out_kernel(
         for tile_k in hl.tile(K, block_size=BK):
             b_q = hl.load(qg, [i_b, i_t, i_h, tile_k], extra_mask=live)
             b_o = hl.dot(b_q, S[i_b, tile_c.begin, i_h, tile_k, tile_v], acc=b_o)
-        hl.store(o, [i_b, i_t, i_h, tile_v], b_o.to(o.dtype), extra_mask=written)
+        hl.store(o, [i_b, i_t, i_h, tile_v], (b_o * rest).to(o.dtype), extra_mask=written)
     return o
 
 
 @kernel(dot_precision="tf32x3")
 def gla_bwd_v_kernel(
     A: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, do: torch.Tensor, D: torch.Tensor,
-    chunks: torch.Tensor | None, scale: float,
+    chunks: torch.Tensor | None, unit: float, rest: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dA = scale do v^T for i >= j, mirrored above;  dv = A^T do + kg D.
+    """dA = scale do v^T for i >= j, mirrored above;  dv = rest (A^T do + kg D).
 
     A [B,T,H,C], kg [B,T,H,K], v, do [B,T,H,V], D [B,NT,H,K,V] -> dA [B,T,H,C], dv [B,T,H,V], in v's dtype.
     One program a head and chunk.
@@ -330,8 +333,8 @@ def gla_bwd_v_kernel(
             b_dA = hl.dot(b_do, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1), acc=b_dA)
             b_dv = hl.dot(b_A, b_do, out_dtype=torch.float32)
             b_dv = hl.dot(b_k, D[i_b, tile_c.begin, i_h, :, tile_v], acc=b_dv)
-            hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=written)
-        b_dA = mirrored(in_range(b_dA * scale, dA.dtype), C)
+            hl.store(dv, [i_b, i_t, i_h, tile_v], (b_dv * rest).to(dv.dtype), extra_mask=written)
+        b_dA = mirrored(in_range(b_dA * (unit * rest), dA.dtype), C)
         hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], b_dA, extra_mask=written)
     return dA, dv
 
@@ -339,13 +342,14 @@ def gla_bwd_v_kernel(
 @kernel(dot_precision="tf32x3")
 def gla_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
-    dA: torch.Tensor, S: torch.Tensor, D: torch.Tensor, chunks: torch.Tensor | None, scale: float, C: hl.constexpr,
+    dA: torch.Tensor, S: torch.Tensor, D: torch.Tensor, chunks: torch.Tensor | None, unit: float, rest: float,
+    C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With x = scale 2^gc do S^T, y = 2^(gl - gc) v D^T and e_ij = 2^(gc_i - gc_j):
+    """With x = scale 2^gc do S^T, y = rest 2^(gl - gc) v D^T and e_ij = 2^(gc_i - gc_j):
 
     dq_i = x_i + sum_j dA_ij e_ij k_j
     dk_i = y_i + sum_j dA_ji e_ji q_j
-    dg_t = sum_{i>=t>j} q_i dA_ij e_ij k_j + sum_{i>=t} (q x)_i + sum_{j<t} (k y)_j + 2^gl sum_V S D,
+    dg_t = sum_{i>=t>j} q_i dA_ij e_ij k_j + sum_{i>=t} (q x)_i + sum_{j<t} (k y)_j + rest 2^gl sum_V S D,
     with every sum of dg in each channel.
 
     q, k [B,T,H,K], gc fp32 [B,T,H,K], gl fp32 [B,NT,H,K], v, do [B,T,H,V], dA [B,T,H,C], S, D [B,NT,H,K,V]
@@ -382,15 +386,15 @@ def gla_bwd_qk_kernel(
             b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), b_S.transpose(0, 1), acc=b_x)
             b_y = hl.dot(hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live), b_D.transpose(0, 1), acc=b_y)
             b_z = b_z + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
-        b_x = b_x * torch.exp2(b_gc) * scale
-        b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
+        b_x = b_x * torch.exp2(b_gc) * (unit * rest)
+        b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0)) * rest
         b_u, b_v, b_w = block_gradients(b_q, b_k, b_dA, b_gc, levels, C)
         b_dq, b_dk = diagonal_gradients(b_q, b_k, b_dA, C)
         b_dq = b_dq + b_u + b_x
         b_dk = b_dk + b_v + b_y
         b_dg = block_gate_sums(b_w + b_q.to(torch.float32) * b_x, levels, q.dtype, C)
         b_dg = b_dg + later_gate_sums(b_k.to(torch.float32) * b_y, q.dtype, C)
-        b_dg = torch.where(live, b_dg + (b_z * torch.exp2(b_gl))[None, :], 0.0)
+        b_dg = torch.where(live, b_dg + (b_z * torch.exp2(b_gl) * rest)[None, :], 0.0)
         hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=written)
         hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=written)
         hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=written)
@@ -455,20 +459,20 @@ def chunk_gla_fwd(
     tables: Tables,
 ) -> tuple[torch.Tensor, ...]:
     """o [B,T,H,V] in v's dtype, ht fp32 [N,H,K,V]; for the backward the segments' states, gates and table, or None."""
-    C = _chunk(q)
+    C, (unit, rest) = _chunk(q), split_scale(scale)
     sequences, chunks = tables
     gc, gl = channel_gate_cumsum_kernel(g, None, None, chunks, None, C, False)
-    A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, scale, C)
-    gla_far_scores_kernel(q, k, gc, gl, A, chunks, scale, C)
+    A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, unit, C)
+    gla_far_scores_kernel(q, k, gc, gl, A, chunks, unit, C)
     del gc
     L = segment_length(v, C)
     segments = segment_table(sequences, q.size(1), C, L)
     S, gs = (None, None) if L >= q.size(1) else gla_segment_kernel(kg, v, gl, segments, C, L, False)
     if q.size(-1) <= WALK_K:
-        o, ht = gla_fwd_o_kernel(qg, kg, v, A, gl, h0, S, gs, sequences, segments, L)
+        o, ht = gla_fwd_o_kernel(qg, kg, v, A, gl, h0, S, gs, sequences, segments, rest, L)
     else:
-        states, ht = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, C, L, False)
-        o = gla_out_kernel(qg, v, A, states, chunks)
+        states, ht = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
+        o = gla_out_kernel(qg, v, A, states, chunks, rest)
     return o, ht, S, gs, segments
 
 
@@ -478,20 +482,20 @@ def chunk_gla_bwd(
     do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg in their inputs' dtypes and dh0 in fp32.  Temporaries go as early as they can."""
-    C = _chunk(q)
+    C, (unit, rest) = _chunk(q), split_scale(scale)
     sequences, chunks = tables
     L = segment_length(v, C)
     gc, gl = channel_gate_cumsum_kernel(g, None, None, chunks, None, C, False)
-    A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, scale, C)
-    gla_far_scores_kernel(q, k, gc, gl, A, chunks, scale, C)
+    A, qg, kg = gla_scores_kernel(q, k, gc, gl, chunks, unit, C)
+    gla_far_scores_kernel(q, k, gc, gl, A, chunks, unit, C)
     D, gd = (None, None) if L >= q.size(1) else gla_segment_kernel(qg, do, gl, segments, C, L, True)
-    D, dh0 = gla_state_kernel(qg, do, gl, dht, D, gd, sequences, chunks, segments, C, L, True)
+    D, dh0 = gla_state_kernel(qg, do, gl, dht, D, gd, sequences, chunks, segments, rest, C, L, True)
     del qg
-    dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, chunks, scale)
+    dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, chunks, unit, rest)
     del A
-    S, _ = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, C, L, False)
+    S, _ = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
     del kg
-    dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, chunks, scale, C)
+    dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, chunks, unit, rest, C)
     del S, D
     gla_far_bwd_qk_kernel(q, k, gc, gl, dA, dq, dk, dg, chunks, C)
     return dq, dk, dv, dg.to(g.dtype), dh0

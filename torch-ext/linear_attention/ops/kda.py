@@ -26,7 +26,7 @@ from ._checks import (
 )
 from ._delta import delta_bwd_state_kernel, delta_fwd_o_kernel, delta_fwd_state_kernel
 from ._gates import channel_gate_bwd_kernel, channel_gate_cumsum_kernel
-from ._host import activated_beta, last_contiguous, over_values, pad_to_16, sum_of_group
+from ._host import activated_beta, last_contiguous, over_values, pad_to_16, split_scale, sum_of_group
 from ._kda_kernels import (
     kda_bwd_qk_kernel,
     kda_bwd_v_kernel,
@@ -77,16 +77,16 @@ def chunk_kda_bwd(
     h0: torch.Tensor | None, gate: Gate, scale: float, tables: Tables, do: torch.Tensor, dht: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias in their inputs' dtypes and dh0 in fp32."""
-    C, G = _chunk(q), v.size(2) // q.size(2)
+    C, G, split = _chunk(q), v.size(2) // q.size(2), split_scale(scale)
     sequences, chunks = tables
     gc, gl, A, qg, kg, X, w, u = _prepare(q, k, v, g, beta, gate, chunks)
     S, n = delta_fwd_state_kernel(kg, w, u, gl, h0, sequences, C)
     del u
-    D, dn, dh0 = delta_bwd_state_kernel(qg, kg, w, A, do, gl, dht, sequences, scale)
+    D, dn, dh0 = delta_bwd_state_kernel(qg, kg, w, A, do, gl, dht, sequences, *split)
     del qg, kg, w, A
     r, dv, dA, dL, dbeta_v = kda_bwd_v_kernel(X, v, beta, n, do, dn, chunks, scale)
     del X, dn
-    dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, gc, gl, beta, do, n, r, dA, dL, S, D, chunks, scale, C, G)
+    dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, gc, gl, beta, do, n, r, dA, dL, S, D, chunks, *split, C, G)
     del S, D, n, r
     kda_far_bwd_qk_kernel(q, k, gc, gl, beta, dA, dL, dq, dk, dg, dbeta_k, chunks, C, G)
     dbeta = (dbeta_k.sum(0) + dbeta_v).to(beta.dtype)
