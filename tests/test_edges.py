@@ -112,7 +112,7 @@ def test_what_fp16_does_not_hold_stays_where_it_is(op, device, package):
     do[:, 40] = 30000
     for name, x in run(operator(package, op), inputs, do, None).items():
         assert not x.isnan().any(), name
-        assert x[:, 41:].isfinite().all(), name
+        assert x[:, 41:].any() and x[:, 41:].isfinite().all(), name
 
 
 @pytest.mark.gpu
@@ -173,11 +173,13 @@ def test_tensors_past_2_to_the_31(op, package):
 
 @pytest.mark.gpu
 @EVERY
-def test_thousands_of_sequences(op, package):
-    """Many short ones and a few long ones: each of some has the bits that it has alone.
+def test_thousands_of_sequences(op, package, monkeypatch):
+    """Many short ones and a few long ones: each of some has the bits that it has alone, in segments of the same length.
 
-    A long one only within rounding where it is walked along in segments: with others beside it they are longer.
+    Of itself a long one beside others has longer segments, and other bits.
     """
+    segments = importlib.import_module(f"{package.__name__}.ops._segments")
+    monkeypatch.setattr(segments, "_chunks_of_a_segment", lambda tiles, chunks: 10)
     generator = torch.Generator().manual_seed(0)
     lengths = [*torch.randint(0, 40, (3000,), generator=generator).tolist(), 5000, *[1] * 1000, 3000, 64, 0]
     ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -190,9 +192,7 @@ def test_thousands_of_sequences(op, package):
             continue
         part = {name: x[:, begin:end] for name, x in inputs.items()}
         for name, x in run(fn, part, do[:, begin:end], None).items():
-            packed = whole[name][:, begin:end]
-            close = rms(packed - x) <= 1e-2 * rms(x) if lengths[n] > 1000 and op not in DELTA else packed.equal(x)
-            assert close, f"{name} of sequence {n}"
+            assert torch.equal(whole[name][:, begin:end], x), f"{name} of sequence {n}"
 
 
 @pytest.mark.gpu
@@ -218,12 +218,15 @@ def test_new_lengths_compile_nothing(op, package, monkeypatch, record_property):
         case = Case(op, B=B, T=T, H=2, K=32, V=32, lengths=lengths, tail=T if lengths else 0)
         run(fn, *make(case, "cuda"))
 
-    for sizes in ((1, 200), (2, 200), (1, 40), (2, 40), (1, 192), (1, 10, 70, 60), (1, 10, 30, 20), (1, 3000),
-                  (2, 3000), (1, 10, 3000, 300)):
+    for sizes in ((1, 200), (2, 200), (1, 40), (2, 40), (1, 192), (1, 10, 70, 60), (1, 10, 30, 20)):
         call(*sizes)
     record_property("kernels compiled for all lengths", first := len(compiles))
-    # a batch of one and of several rows, of one chunk, of several and of several segments, and packed sequences
-    assert 0 < first <= 6 * len(set(compiles))
+    # a batch of one and of several rows, of one and of several chunks, and packed sequences
+    assert 0 < first <= 5 * len(set(compiles))
+    for sizes in ((1, 3000), (2, 3000), (1, 10, 3000, 300)):
+        call(*sizes)
+    # the same in several segments: four kernels at most walk along them
+    assert len(compiles) <= first + 3 * 4
     compiles.clear()
     for B, T in ((1, 201), (1, 1000), (1, 65), (1, 128), (1, 4096), (3, 77), (4, 5000), (5, 1024), (2, 63), (7, 20)):
         call(B, T)

@@ -17,7 +17,7 @@ import helion.language as hl
 import torch
 
 from ._aot import kernel
-from ._sequences import all_chunks, sequence, sequence_count
+from ._sequences import all_chunks, sequence, sequence_count, unless_empty
 from ._tile import in_range
 
 
@@ -132,7 +132,8 @@ def delta_bwd_state_kernel(
         if dht is None:
             b_D = hl.zeros([tile_v, K], dtype=torch.float32)
         else:
-            b_D = dht[i_n, i_h, :, tile_v].to(torch.float32).transpose(0, 1) / rest
+            b_D = dht[i_n, i_h, :, tile_v].to(torch.float32).transpose(0, 1)
+            b_D = b_D / unless_empty(rest, sequences, begin, end)
         for i_r in hl.grid(count):
             i_c = count - 1 - i_r
             i_t = hl.arange(C) + i_c * C + begin
@@ -154,5 +155,5 @@ def delta_bwd_state_kernel(
             b_D = hl.dot(b_do, hl.load(qg, [i_b, i_t, i_h, i_k], extra_mask=live), acc=b_D)
             b_w = hl.load(w, [i_b, i_t, i_h, i_k], extra_mask=live)
             b_D = b_D - hl.dot(b_dn, b_w, out_dtype=torch.float32)
-        dh0[i_n, i_h, :, tile_v] = b_D.transpose(0, 1) * rest
+        dh0[i_n, i_h, :, tile_v] = b_D.transpose(0, 1) * unless_empty(rest, sequences, begin, end)
     return D, dn, dh0

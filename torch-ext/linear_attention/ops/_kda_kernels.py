@@ -235,7 +235,7 @@ def kda_bwd_v_kernel(
 def kda_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, do: torch.Tensor,
     n: torch.Tensor, r: torch.Tensor, dA: torch.Tensor, dL: torch.Tensor, S: torch.Tensor, D: torch.Tensor,
-    chunks: torch.Tensor | None, unit: float, rest: float, C: hl.constexpr, G: hl.constexpr,
+    chunks: torch.Tensor | None, scale: float, rest: float, C: hl.constexpr, G: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """With x = scale 2^gc do S^T, y = rest 2^(gl - gc) n D^T, z = -2^gc r S^T and e_ij = 2^(gc_i - gc_j):
 
@@ -287,7 +287,7 @@ def kda_bwd_qk_kernel(
             b_z = hl.dot(hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=live), b_S.transpose(0, 1), acc=b_z)
             b_SD = b_SD + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
         b_kb = b_k.to(torch.float32) * b_beta
-        b_x = b_x * torch.exp2(b_gc) * (unit * rest)
+        b_x = b_x * torch.exp2(b_gc) * scale
         b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0)) * rest
         b_z = -b_z * torch.exp2(b_gc)
         b_u, b_v, b_dw, b_p = block_key_gradients(b_q, b_kb, b_k, b_dA, b_dL, b_gc, levels, C)

@@ -131,7 +131,7 @@ def scalar_delta_bwd_v_kernel(
 def scalar_delta_bwd_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor | None, gl: torch.Tensor | None, beta: torch.Tensor,
     n: torch.Tensor, S: torch.Tensor, do: torch.Tensor, D: torch.Tensor, r: torch.Tensor, rv: torch.Tensor,
-    chunks: torch.Tensor | None, unit: float, rest: float, C: hl.constexpr, G: hl.constexpr,
+    chunks: torch.Tensor | None, scale: float, rest: float, C: hl.constexpr, G: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of a chunk but dv.  With decay_ij = 2^(gc_i - gc_j) and db the gradient of beta k through w and S:
 
@@ -172,7 +172,7 @@ def scalar_delta_bwd_kernel(
         b_dbeta = row_values(rv, i_b, i_t, i_h, end, fill)
         b_nt = hl.load(n, [i_b, i_t, i_h, i_v], extra_mask=live).transpose(0, 1)
         b_P = hl.dot(hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=live), b_nt, out_dtype=torch.float32)
-        b_P = b_P * (unit * rest)
+        b_P = b_P * scale
         b_G = hl.dot(hl.load(r, [i_b, i_t, i_h, i_v], extra_mask=live), b_nt, out_dtype=torch.float32)
         b_G = -b_G
         if gc is None:
@@ -216,7 +216,7 @@ def scalar_delta_bwd_kernel(
             b_dbeta = b_dbeta + b_dbk
             b_dk = hl.dot(b_gg, b_k, acc=b_dk * b_beta[:, None])
             b_do = hl.load(do, [i_b, i_t, i_h, hl.arange(V)], extra_mask=live)
-            b_dq = hl.dot(b_do, b_S.transpose(0, 1), out_dtype=torch.float32) * (unit * rest)
+            b_dq = hl.dot(b_do, b_S.transpose(0, 1), out_dtype=torch.float32) * scale
             b_q = hl.load(q, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
             if gc is not None:
                 b_dq = b_dq * b_from[:, None]
@@ -279,7 +279,7 @@ def scalar_delta_bwd(
     r, dv, rv = scalar_delta_bwd_v_kernel(v, beta, X, dn, tables.chunks)
     del X, dn
     dq, dk, dg, dbeta = scalar_delta_bwd_kernel(
-        q, k, gc, gl, beta, n, S, do, D, r, rv, tables.chunks, *split, C, G)
+        q, k, gc, gl, beta, n, S, do, D, r, rv, tables.chunks, scale, split[1], C, G)
     dq, dk = sum_of_group(dq, G), sum_of_group(dk, G)
     return dq, dk, dv, None if g is None else dg.to(g.dtype), dbeta, dh0
 

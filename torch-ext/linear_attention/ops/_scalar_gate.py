@@ -28,7 +28,7 @@ from ._aot import kernel
 from ._gates import gate_cumsum_kernel, head_decay_kernel
 from ._host import last_contiguous, over_values, split_scale
 from ._segments import joined_count, segment, segment_count, segment_length, segment_table
-from ._sequences import Tables, chunk, chunk_count, sequence_count
+from ._sequences import Tables, chunk, chunk_count, sequence_count, unless_empty
 from ._tile import decayed, in_range
 
 
@@ -115,7 +115,7 @@ def scalar_walk_kernel(
         else:
             b_S = s0[i_n, i_h, :, tile_v].to(torch.float32).transpose(0, 1)
             if backwards:
-                b_S = b_S / rest
+                b_S = b_S / unless_empty(rest, segments, begin, end)
         if S is not None:
             for i_r in hl.grid(before):
                 i_j = (stop - 2 - i_r if backwards else first + i_r) - i_n
@@ -161,7 +161,7 @@ def scalar_walk_kernel(
             b_S = hl.dot(b_z, b_y, acc=b_S)
         if after == 0:
             if backwards:
-                b_S = b_S * rest
+                b_S = b_S * unless_empty(rest, segments, begin, end)
             s1[i_n, i_h, :, tile_v] = b_S.transpose(0, 1)
     return o, s1
 
@@ -196,7 +196,7 @@ def scalar_state_kernel(
         if s0 is None:
             b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
         else:
-            b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32) / rest
+            b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32) / unless_empty(rest, segments, begin, end)
         if S is not None:
             for i_r in hl.grid(before):
                 i_j = (stop - 2 - i_r if backwards else first + i_r) - i_n
@@ -214,14 +214,14 @@ def scalar_state_kernel(
             b_z = in_range(b_z.to(torch.float32) * b_f[:, None], z.dtype)
             b_S = hl.dot(b_y.transpose(0, 1), b_z, acc=b_S * torch.exp2(b_gl))
         if after == 0:
-            s1[i_n, i_h, tile_k, tile_v] = b_S * rest
+            s1[i_n, i_h, tile_k, tile_v] = b_S * unless_empty(rest, segments, begin, end)
     return states, s1
 
 
 @kernel(dot_precision="tf32x3")
 def scalar_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, S: torch.Tensor,
-    D: torch.Tensor, chunks: torch.Tensor | None, unit: float, rest: float, C: hl.constexpr, with_dg: hl.constexpr,
+    D: torch.Tensor, chunks: torch.Tensor | None, scale: float, rest: float, C: hl.constexpr, with_dg: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With P = scale (do v^T . decay), lower triangular:
 
@@ -267,8 +267,8 @@ def scalar_bwd_qk_kernel(
         lower = idx[:, None] >= idx[None, :]
         b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
         b_gl = gc[i_b, i_h, min(begin + C, fill) - 1]
-        b_p = decayed(b_p * (unit * rest), b_gc, lower)
-        b_dq = b_dq * (torch.exp2(b_gc) * (unit * rest))[:, None]
+        b_p = decayed(b_p * scale, b_gc, lower)
+        b_dq = b_dq * (torch.exp2(b_gc) * scale)[:, None]
         b_dk = b_dk * (torch.exp2(torch.clamp(b_gl - b_gc, max=0.0)) * rest)[:, None]
         if with_dg:
             b_x = torch.sum(b_dq * b_q.to(torch.float32), 1)
@@ -289,7 +289,7 @@ def scalar_bwd_qk_kernel(
 @kernel(dot_precision="tf32x3")
 def scalar_bwd_v_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, D: torch.Tensor,
-    chunks: torch.Tensor | None, unit: float, rest: float, C: hl.constexpr,
+    chunks: torch.Tensor | None, scale: float, rest: float, C: hl.constexpr,
 ) -> torch.Tensor:
     """dv = 2^(gl - gc) k D + A^T do with A = scale (q k^T . decay), lower triangular.
 
@@ -317,7 +317,7 @@ def scalar_bwd_v_kernel(
         upper = idx[:, None] <= idx[None, :]
         b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
         b_gl = gc[i_b, i_h, min(begin + C, fill) - 1]
-        b_a = decayed(b_a * (unit * rest), -b_gc, upper)
+        b_a = decayed(b_a * scale, -b_gc, upper)
         b_dv = b_dv * (torch.exp2(torch.clamp(b_gl - b_gc, max=0.0)) * rest)[:, None]
         b_dv = hl.dot(in_range(b_a, do.dtype), hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), acc=b_dv)
         hl.store(dv, [i_b, i_t, i_h, tile_v], b_dv.to(dv.dtype), extra_mask=(i_t < fill)[:, None])
@@ -362,8 +362,8 @@ def scalar_gate_bwd(
     if with_dg or gc is not None and max(q.size(-1), v.size(-1)) > 128:  # walks with a gate spill there
         S, _ = scalar_state_kernel(k, v, gc, h0, S, gs, sequences, chunks, segments, 1.0, 1.0, C, L, False)
         D, dh0 = scalar_state_kernel(q, do, gc, dht, D, gd, sequences, chunks, segments, *split, C, L, True)
-        dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, chunks, *split, C, with_dg)
-        dv = scalar_bwd_v_kernel(q, k, gc, do, D, chunks, *split, C)
+        dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, chunks, scale, split[1], C, with_dg)
+        dv = scalar_bwd_v_kernel(q, k, gc, do, D, chunks, scale, split[1], C)
         return dq, dk, dv, dg.sum(0) if with_dg else None, dh0
     dv, dh0 = scalar_walk_kernel(k, q, do, gc, dht, D, gd, sequences, segments, *split, C, L, True)
     h0, S, dht, D = (x if x is None else x.mT for x in (h0, S, dht, D))  # views: dq and dk walk with S^T, D^T

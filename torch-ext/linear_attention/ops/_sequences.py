@@ -37,6 +37,11 @@ def sequence(sequences, i_n, C, T):
     return 0, hl.load(sequences, [i_n, 3]), hl.load(sequences, [i_n, 4]), begin, end, fill
 
 
+def unless_empty(rest, table, begin, end):
+    """A factor of a sequence's state before and after a walk: 1, which changes no bit, where there is no token."""
+    return rest if table is None else torch.where(begin < end, rest, 1.0)
+
+
 def chunk(chunks, i_c, C, T):
     """First token of a chunk, end of reading and end of writing."""
     if chunks is None:

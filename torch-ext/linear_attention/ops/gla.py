@@ -46,7 +46,7 @@ from ._checks import check_flags, check_gate, check_qkv, check_scale, check_sequ
 from ._gates import channel_gate_cumsum_kernel
 from ._host import WALK_K, last_contiguous, over_values, pad_to_16, split_scale
 from ._segments import joined_count, segment, segment_count, segment_length, segment_table
-from ._sequences import Tables, chunk, chunk_count, sequence_count
+from ._sequences import Tables, chunk, chunk_count, sequence_count, unless_empty
 from ._tile import in_range
 
 
@@ -254,7 +254,7 @@ def gla_state_kernel(
         if s0 is None:
             b_S = hl.zeros([tile_k, tile_v], dtype=torch.float32)
         else:
-            b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32) / rest
+            b_S = s0[i_n, i_h, tile_k, tile_v].to(torch.float32) / unless_empty(rest, segments, begin, end)
         if S is not None:
             for i_r in hl.grid(before):
                 i_j = (stop - 2 - i_r if backwards else first + i_r) - i_n
@@ -269,7 +269,7 @@ def gla_state_kernel(
             b_gl = gl[i_b, i_first + i_c, i_h, tile_k]
             b_S = hl.dot(b_x.transpose(0, 1), b_y, acc=b_S * torch.exp2(b_gl)[:, None])
         if after == 0:
-            s1[i_n, i_h, tile_k, tile_v] = b_S * rest
+            s1[i_n, i_h, tile_k, tile_v] = b_S * unless_empty(rest, segments, begin, end)
     return states, s1
 
 
@@ -305,7 +305,7 @@ def gla_out_kernel(
 @kernel(dot_precision="tf32x3")
 def gla_bwd_v_kernel(
     A: torch.Tensor, kg: torch.Tensor, v: torch.Tensor, do: torch.Tensor, D: torch.Tensor,
-    chunks: torch.Tensor | None, unit: float, rest: float,
+    chunks: torch.Tensor | None, scale: float, rest: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dA = scale do v^T for i >= j, mirrored above;  dv = rest (A^T do + kg D).
 
@@ -334,7 +334,7 @@ def gla_bwd_v_kernel(
             b_dv = hl.dot(b_A, b_do, out_dtype=torch.float32)
             b_dv = hl.dot(b_k, D[i_b, tile_c.begin, i_h, :, tile_v], acc=b_dv)
             hl.store(dv, [i_b, i_t, i_h, tile_v], (b_dv * rest).to(dv.dtype), extra_mask=written)
-        b_dA = mirrored(in_range(b_dA * (unit * rest), dA.dtype), C)
+        b_dA = mirrored(in_range(b_dA * scale, dA.dtype), C)
         hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], b_dA, extra_mask=written)
     return dA, dv
 
@@ -342,7 +342,7 @@ def gla_bwd_v_kernel(
 @kernel(dot_precision="tf32x3")
 def gla_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
-    dA: torch.Tensor, S: torch.Tensor, D: torch.Tensor, chunks: torch.Tensor | None, unit: float, rest: float,
+    dA: torch.Tensor, S: torch.Tensor, D: torch.Tensor, chunks: torch.Tensor | None, scale: float, rest: float,
     C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With x = scale 2^gc do S^T, y = rest 2^(gl - gc) v D^T and e_ij = 2^(gc_i - gc_j):
@@ -386,7 +386,7 @@ def gla_bwd_qk_kernel(
             b_x = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), b_S.transpose(0, 1), acc=b_x)
             b_y = hl.dot(hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live), b_D.transpose(0, 1), acc=b_y)
             b_z = b_z + torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1)
-        b_x = b_x * torch.exp2(b_gc) * (unit * rest)
+        b_x = b_x * torch.exp2(b_gc) * scale
         b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0)) * rest
         b_u, b_v, b_w = block_gradients(b_q, b_k, b_dA, b_gc, levels, C)
         b_dq, b_dk = diagonal_gradients(b_q, b_k, b_dA, C)
@@ -491,11 +491,11 @@ def chunk_gla_bwd(
     D, gd = (None, None) if L >= q.size(1) else gla_segment_kernel(qg, do, gl, segments, C, L, True)
     D, dh0 = gla_state_kernel(qg, do, gl, dht, D, gd, sequences, chunks, segments, rest, C, L, True)
     del qg
-    dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, chunks, unit, rest)
+    dA, dv = gla_bwd_v_kernel(A, kg, v, do, D, chunks, scale, rest)
     del A
     S, _ = gla_state_kernel(kg, v, gl, h0, S, gs, sequences, chunks, segments, 1.0, C, L, False)
     del kg
-    dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, chunks, unit, rest, C)
+    dq, dk, dg = gla_bwd_qk_kernel(q, k, gc, gl, v, do, dA, S, D, chunks, scale, rest, C)
     del S, D
     gla_far_bwd_qk_kernel(q, k, gc, gl, dA, dq, dk, dg, chunks, C)
     return dq, dk, dv, dg.to(g.dtype), dh0

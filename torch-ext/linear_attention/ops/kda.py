@@ -86,7 +86,7 @@ def chunk_kda_bwd(
     del qg, kg, w, A
     r, dv, dA, dL, dbeta_v = kda_bwd_v_kernel(X, v, beta, n, do, dn, chunks, scale)
     del X, dn
-    dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, gc, gl, beta, do, n, r, dA, dL, S, D, chunks, *split, C, G)
+    dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, gc, gl, beta, do, n, r, dA, dL, S, D, chunks, scale, split[1], C, G)
     del S, D, n, r
     kda_far_bwd_qk_kernel(q, k, gc, gl, beta, dA, dL, dq, dk, dg, dbeta_k, chunks, C, G)
     dbeta = (dbeta_k.sum(0) + dbeta_v).to(beta.dtype)
