@@ -159,7 +159,7 @@ def kda_solve_kernel(L: torch.Tensor, A: torch.Tensor, chunks: torch.Tensor | No
         # instructions
         b_0 = hl.zeros([C, C], dtype=torch.bfloat16)
         b_L = hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=(i_t < end)[:, None])
-        b_X = unit_lower_inverse(hl.dot(b_0, b_0, acc=b_L), C)
+        b_X = unit_lower_inverse(hl.dot(b_0, b_0, acc=b_L), C, A.dtype)
         hl.store(X, [i_b, i_t, i_h, hl.arange(C)], in_range(b_X, X.dtype), extra_mask=(i_t < fill)[:, None])
     return X
 

@@ -64,7 +64,7 @@ def scalar_delta_prepare_kernel(
             b_A = decayed(b_A, b_gc, lower)
             b_L = decayed(b_L, b_gc, strict)
         hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
-        b_X = unit_lower_inverse(b_L, C)
+        b_X = unit_lower_inverse(b_L, C, k.dtype)
         hl.store(X, [i_b, i_t, i_h, idx], in_range(b_X, X.dtype), extra_mask=written)
     return A, X
 
