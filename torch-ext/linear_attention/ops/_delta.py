@@ -1,11 +1,13 @@
 """The walks of the delta family along the chunks of a sequence.
 
-A chunk of C tokens has, from its preparation, the scores A and X, the inverse of its unit lower triangular matrix.
-With gc the log2 gate summed from the chunk's begin, gl its last value, S the state at the chunk's begin and D the
-gradient of the state at its end, in rows of tokens:
+A chunk of C tokens has, from its preparation, the scores A and X, where I + X is the inverse of its unit lower
+triangular matrix: X is strictly lower, and what I multiplies is not rounded.  With gc the log2 gate summed from the
+chunk's begin, gl its last value, S the state at the chunk's begin and D the gradient of the state at its end, in rows
+of tokens:
 
-    e = beta (v - 2^gc k S)    n = X e    o = scale (2^gc q S + A n)    S' = 2^gl S + k^T (2^(gl - gc) n)
-    dn = scale A^T do + 2^(gl - gc) k D   r = X^T dn   dv = beta r    D' = 2^gl D + q^T (scale 2^gc do) - k^T (2^gc dv)
+    e = beta (v - 2^gc k S)      n = e + X e      o = scale (2^gc q S + A n)      S' = 2^gl S + k^T (2^(gl - gc) n)
+    dn = scale A^T do + 2^(gl - gc) k D           r = dn + X^T dn                 dv = beta r
+    D' = 2^gl D + q^T (scale 2^gc do) - k^T (2^gc dv)
 
 e is what the keys do not yet give back of the values, n the values that are written, r the gradient of e.  The walk
 back keeps D, dn and r without rest, where scale is unit times rest (`split_scale`).  A gate of a value a head stays a
@@ -63,9 +65,9 @@ def delta_fwd_o_kernel(
                 b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
                 b_e = b_e * torch.exp2(b_gc)[None, :]
             b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1).to(torch.float32)
-            b_e = in_range((b_v - b_e) * b_beta[None, :], k.dtype)
+            b_e = (b_v - b_e) * b_beta[None, :]
             b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
-            b_n = in_range(hl.dot(b_e, b_X.transpose(0, 1), out_dtype=torch.float32), k.dtype)
+            b_n = in_range(hl.dot(in_range(b_e, k.dtype), b_X.transpose(0, 1), acc=b_e), k.dtype)
             b_q = hl.load(q, [i_b, i_t, i_h // G, i_k], extra_mask=live)
             b_o = hl.dot(b_s, b_q.transpose(0, 1), out_dtype=torch.float32)
             if gc is not None:
@@ -126,9 +128,9 @@ def delta_fwd_state_kernel(
                 b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
                 b_e = b_e * torch.exp2(b_gc)[None, :]
             b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1).to(torch.float32)
-            b_e = in_range((b_v - b_e) * b_beta[None, :], k.dtype)
+            b_e = (b_v - b_e) * b_beta[None, :]
             b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
-            b_n = in_range(hl.dot(b_e, b_X.transpose(0, 1), out_dtype=torch.float32), k.dtype)
+            b_n = in_range(hl.dot(in_range(b_e, k.dtype), b_X.transpose(0, 1), acc=b_e), k.dtype)
             hl.store(n, [i_b, i_t, i_h, tile_v], b_n.transpose(0, 1), extra_mask=written)
             if gc is not None:
                 b_gl = gc[i_b, i_h, min(begin + i_c * C + C, fill) - 1]
@@ -194,15 +196,20 @@ def delta_bwd_state_kernel(
             if gl is not None:
                 b_D = b_D * torch.exp2(gl[i_b, first + i_c, i_h, :])[None, :]
             b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
-            b_do = in_range(b_do.to(torch.float32) * unit, do.dtype)
+            b_ds = in_range(b_do.to(torch.float32) * unit, do.dtype)
             b_A = hl.load(A, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
-            b_dn = hl.dot(b_do, b_A, acc=b_dn)
-            if gc is not None:
+            b_dn = hl.dot(b_ds, b_A, acc=b_dn)
+            b_q = hl.load(q, [i_b, i_t, i_h // G, i_k], extra_mask=live)
+            if gc is None:
+                b_D = hl.dot(b_ds, b_q, acc=b_D)
+            elif do.dtype == torch.float16:  # which may be out of range with a scale on top of a decay
                 b_do = (b_do.to(torch.float32) * torch.exp2(b_gc)[None, :]).to(do.dtype)
-            b_D = hl.dot(b_do, hl.load(q, [i_b, i_t, i_h // G, i_k], extra_mask=live), acc=b_D)
-            b_dn = in_range(b_dn, do.dtype)
+                b_D = b_D + hl.dot(b_do, b_q, out_dtype=torch.float32) * unit
+            else:
+                b_do = (b_ds.to(torch.float32) * torch.exp2(b_gc)[None, :]).to(do.dtype)
+                b_D = hl.dot(b_do, b_q, acc=b_D)
             b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
-            b_r = hl.dot(b_dn, b_X, out_dtype=torch.float32)
+            b_r = hl.dot(in_range(b_dn, do.dtype), b_X, acc=b_dn)
             hl.store(r, [i_b, i_t, i_h, tile_v], in_range(b_r * rest, r.dtype).transpose(0, 1), extra_mask=written)
             b_r = b_r * b_beta[None, :]
             hl.store(dv, [i_b, i_t, i_h, tile_v], (b_r * rest).to(dv.dtype).transpose(0, 1), extra_mask=written)

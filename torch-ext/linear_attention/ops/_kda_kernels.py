@@ -4,7 +4,7 @@ A gate has a value for each channel and token.  In a chunk of C tokens gc is the
 and gl its sum over the chunk; S is the state at the chunk's begin, D the gradient of the state at its end, and
 
     A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j                 qg = 2^gc q    kb = 2^gc k    kg = 2^(gl - gc) k
-    L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j           X = (I + L)^-1
+    L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j           X = (I + L)^-1 - I
 
 The written values n and r, the gradient of what goes into X, are those of `_delta.py`.
 """
@@ -145,7 +145,7 @@ def kda_far_scores_kernel(
 
 @kernel(dot_precision="tf32x3")
 def kda_solve_kernel(L: torch.Tensor, A: torch.Tensor, chunks: torch.Tensor | None) -> torch.Tensor:
-    """X = (I + L)^-1: L fp32 [B,T,HV,C] -> X like A, which is not read.  One program a value head and chunk."""
+    """X = (I + L)^-1 - I: L fp32 [B,T,HV,C] -> X like A, which is not read.  One program a value head and chunk."""
     B, T, HV, C = L.size()
     C = hl.specialize(C)
     NT = chunk_count(chunks, C, T)
@@ -159,7 +159,9 @@ def kda_solve_kernel(L: torch.Tensor, A: torch.Tensor, chunks: torch.Tensor | No
         # instructions
         b_0 = hl.zeros([C, C], dtype=torch.bfloat16)
         b_L = hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=(i_t < end)[:, None])
+        idx = hl.arange(C)
         b_X = unit_lower_inverse(hl.dot(b_0, b_0, acc=b_L), C, A.dtype)
+        b_X = torch.where(idx[:, None] > idx[None, :], b_X, 0.0)
         hl.store(X, [i_b, i_t, i_h, hl.arange(C)], in_range(b_X, X.dtype), extra_mask=(i_t < fill)[:, None])
     return X
 

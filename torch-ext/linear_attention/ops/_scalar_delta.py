@@ -3,7 +3,7 @@
 The recurrence is `S' = e^{g_t} S_{t-1}`, `S_t = S' + beta_t k_t (v_t - S'^T k_t)^T`, `o_t = scale S_t^T q_t`.  In a
 chunk of C tokens, with gc the log2 gate summed from the chunk's begin:
 
-    L_ij = beta_i 2^(gc_i - gc_j) k_i . k_j, i > j     X = (I + L)^-1     A_ij = 2^(gc_i - gc_j) q_i . k_j, i >= j
+    L_ij = beta_i 2^(gc_i - gc_j) k_i . k_j, i > j     X = (I + L)^-1 - I     A_ij = 2^(gc_i - gc_j) q_i . k_j, i >= j
 
 `_delta.py` says how the walks along the chunks go on from A and X, and what S, n, D and r are.  The forward prepares
 all chunks at once and walks, writing no state.  The backward prepares again, walks once each way to write S, n and D, r
@@ -31,7 +31,7 @@ def scalar_delta_prepare_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor | None, beta: torch.Tensor, chunks: torch.Tensor | None,
     C: hl.constexpr, G: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores A and X = (I + L)^-1.
+    """The scores A and X = (I + L)^-1 - I.
 
     q, k [B,T,H,K], gc fp32 [B,HV,T], beta [B,T,HV] -> A, X [B,T,HV,C] in q's dtype.  G = HV / H.
     One program a value head and chunk.
@@ -64,7 +64,7 @@ def scalar_delta_prepare_kernel(
             b_A = decayed(b_A, b_gc, lower)
             b_L = decayed(b_L, b_gc, strict)
         hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
-        b_X = unit_lower_inverse(b_L, C, k.dtype)
+        b_X = torch.where(strict, unit_lower_inverse(b_L, C, k.dtype), 0.0)
         hl.store(X, [i_b, i_t, i_h, idx], in_range(b_X, X.dtype), extra_mask=written)
     return A, X
 
