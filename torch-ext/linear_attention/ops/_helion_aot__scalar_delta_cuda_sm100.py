@@ -44,37 +44,38 @@ SCALAR_DELTA_PREPARE_KERNEL = {
 
 SCALAR_DELTA_BWD_KERNEL = {
     "configs": [
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [32, 128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [16, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 4, 1024: 1},  # bytes of the widest row -> config
+    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (2, 128), None, (2,), (2, 128), (2, 128, 128), (2, 128), (2, 128, 128), (2, 128), None, None, None, 64, 1): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
-            (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
+            (2, 16384, 16): 1,
+            (4, 2048, 16): 1,
+            (4, 4096, 64): 1,
         },
         ((2, 128), (2, 128), (2, 128), (4,), (2,), (2, 128), (2, 128, 128), (2, 128), (2, 128, 128), (2, 128), None, None, None, 64, 1): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
-            (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
+            (2, 16384, 16): 2,
+            (4, 2048, 16): 1,
+            (4, 4096, 64): 2,
         },
         ((2, 256), (2, 256), (2, 256), None, (2,), (2, 256), (2, 256, 256), (2, 256), (2, 256, 256), (2, 256), None, None, None, 64, 1): {
             (8, 2048, 32): 1,
         },
         ((2, 256), (2, 256), (2, 256), (4,), (2,), (2, 256), (2, 256, 256), (2, 256), (2, 256, 256), (2, 256), None, None, None, 64, 1): {
-            (8, 2048, 32): 2,
+            (8, 2048, 32): 3,
         },
         ((2, 64), (2, 64), (2, 64), None, (2,), (2, 64), (2, 64, 64), (2, 64), (2, 64, 64), (2, 64), None, None, None, 64, 1): {
             (8, 1024, 8): 0,
         },
         ((2, 64), (2, 64), (2, 64), (4,), (2,), (2, 64), (2, 64, 64), (2, 64), (2, 64, 64), (2, 64), None, None, None, 64, 1): {
-            (8, 1024, 8): 3,
+            (8, 1024, 8): 0,
         },
     },
 }
