@@ -2,10 +2,11 @@
 
     python benchmarks/compare.py                                  # all 42 cells, into benchmarks/results/<gpu>.json
     python benchmarks/compare.py --ops kda gla --shapes B8_T1024_H8_D64 --out kda.json --first-call none
+    python benchmarks/compare.py --ops kda --shapes N8x1024_H96_D128 N1300+547+2048+963+271+3063_H96_D128
 
-A cell is an operator at a shape. Each operator has one process with both packages in it. They all start at once and
-compile, then take turns on a GPU that is otherwise idle. For each of ours, FLA and (at the two small shapes) the eager
-chunked form:
+A cell is an operator at a shape, of a batch or of packed sequences. Each operator has one process with both packages in
+it. They all start at once and compile, then take turns on a GPU that is otherwise idle. For each of ours, FLA and (at
+the two small shapes) the eager chunked form:
 
     fwd_gpu_ms, fb_gpu_ms      median CUDA-graph replay of the forward, and of forward plus backward; L2 flushed
     fwd_wall_ms, fb_wall_ms    100 eager calls and one synchronisation, over 100
@@ -85,7 +86,7 @@ class Calls:
     def __init__(self, workload: Workload, package: ModuleType, tensors: Mapping[str, torch.Tensor]) -> None:
         self._leaves = {name: tensors[name].detach().requires_grad_() for name in workload.inputs}
         self._do = tensors["do"]
-        self._call = workload.bind(package, self._leaves)
+        self._call = workload.bind(package, {**tensors, **self._leaves})
 
     def forward(self) -> torch.Tensor:
         """`o`, with nothing saved for a backward."""

@@ -22,6 +22,8 @@ from errors import yardstick  # noqa: E402
 
 ALL = WORKLOADS | EXTRA_WORKLOADS
 SMALL = Shape(2, 70, 3, 16)
+PACKED = (Shape.parse("N3x20_H3_D16"), Shape.parse("N30+1+2x7_H3_D16"))
+GROUPED = Shape.parse("N30+9_H3_HV6_D16")
 META = {
     "gpu": "NVIDIA H200",
     "date": "2026-12-01",
@@ -67,6 +69,22 @@ def test_the_cells_are_seven_operators_at_six_shapes():
     assert compare.parse(["--ops", "kda", "--shapes", "B1_T64_H2_D32"]).shapes == [Shape(1, 64, 2, 32)]
 
 
+@pytest.mark.parametrize("name, shape", (
+    ("B4_T2048_H16_D128", Shape(4, 2048, 16, 128)),
+    ("B1_T8192_H16_HV32_D128", Shape(1, 8192, 16, 128, 32)),
+    ("N8x1024_H96_D128", Shape(1, 8192, 96, 128, lengths=(1024,) * 8)),
+    ("N1300+2x7+1_H8_HV32_D64", Shape(1, 1315, 8, 64, 32, (1300, 7, 7, 1))),
+))
+def test_names_of_shapes(name, shape):
+    assert Shape.parse(name) == shape and str(shape) == name
+
+
+@pytest.mark.parametrize("name", ("N_H4_D64", "N8x_H4_D64", "B1_N8_H4_D64", "B1_T8_H4_HV6_D64", "B1_T8_H4"))
+def test_names_of_no_shape(name):
+    with pytest.raises(ValueError, match="shape"):
+        Shape.parse(name)
+
+
 @pytest.mark.parametrize("argv", (["--ops", "mamba"], ["--shapes", "64x64"], ["--sides", "theirs"]))
 def test_bad_arguments_are_refused(argv, capsys):
     with pytest.raises(SystemExit):
@@ -86,11 +104,13 @@ def test_inputs(name):
         assert tensors["g"].shape == tensors["q"].shape[: 4 if workload.gate == "channel" else 3]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_errors_are_those_against_the_reference(name, peer):
+@pytest.mark.parametrize("name, shape", (
+    *((name, shape) for name in ALL for shape in (SMALL, *PACKED)), ("gated_delta_rule", GROUPED), ("kda", GROUPED)))
+def test_errors_are_those_against_the_reference(name, shape, peer):
     workload = ALL[name]
-    tensors = make_inputs(workload, SMALL, "cpu")
-    exact = compare.Calls(workload, peer, {key: x.double() for key, x in tensors.items()}).both()
+    tensors = make_inputs(workload, shape, "cpu")
+    doubles = {key: x.double() if x.is_floating_point() else x for key, x in tensors.items()}
+    exact = compare.Calls(workload, peer, doubles).both()
     right = yardstick(workload, tensors)
     assert tuple(right.limits) == tuple(exact) == workload.outputs
     assert max(right.errors(exact).values()) < 1e-12
