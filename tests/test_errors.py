@@ -263,6 +263,8 @@ def test_cu_seqlens_cpu(call, op):
         call(op, **good, cu_seqlens_cpu=[0, 2, 5])
     with refused(ValueError, "cu_seqlens_cpu", [3], [2]):
         call(op, **good, cu_seqlens_cpu=torch.tensor([0, 5]))
+    with refused(ValueError, "cu_seqlens_cpu", "cu_seqlens", [3]):
+        call(op, **good, cu_seqlens_cpu=torch.tensor([0, 3, 5]))
     for wrong in ([1, 2, 5], [0, 5, 2], [0, 2, T + 1], [0, -1, 5]):
         with refused(ValueError, "cu_seqlens_cpu", f"T = {T}", wrong):
             call(op, **good, cu_seqlens_cpu=torch.tensor(wrong))
@@ -305,9 +307,6 @@ def test_lower_bound(call):
         call("kda", safe_gate=True, use_gate_in_kernel=True, A_log=tensor(H))
 
 
-IGNORED = ("chunk_indices", "max_num_seqs")  # hints, which any value may be
-
-
 def base(op, name):
     """Good arguments of a call that has a good one for `name` too, if it is a tensor."""
     preamble = "gate+rate+bias" if name in ("A_log", "dt_bias") else ""
@@ -337,11 +336,17 @@ def wrong_tensors(op, name, x):
 
 def wrong_values(op, name):
     """No good value of an argument that is no tensor."""
-    yield from ("text", object(), [1], torch.ones(3), float("nan"))
+    yield from ("text", object(), [1], float("nan"))
+    if name == "chunk_indices":
+        yield 2
+        return
+    yield torch.ones(3)
     if name == "scale":
         yield from (float("inf"), 1e39, 10**400, True, 1j)
     elif name == "chunk_size":
         yield from (0, -64, 7, 64.0, True)
+    elif name == "max_num_seqs":
+        yield from (0, -1, 2.5, True)
     elif name == "lower_bound":
         yield from (0, 0.0, 1, float("-inf"), -10**400, True)
     else:
@@ -349,7 +354,7 @@ def wrong_values(op, name):
 
 
 @pytest.mark.parametrize(
-    "op, name", [(op, name) for op in OPERATORS for name in SIGNATURES[op] if name not in IGNORED])
+    "op, name", [(op, name) for op in OPERATORS for name in SIGNATURES[op]])
 def test_every_argument_in_turn_wrong(call, op, name):
     """Each time an error that names it, no launch, and the other arguments as they were."""
     good = base(op, name)

@@ -124,6 +124,13 @@ def test_options_that_change_the_result_are_passed_on(package, name):
         getattr(package.layers, name)().forward(*inputs.values(), scale="half")
 
 
+def test_options_of_the_other_operator_mean_nothing(package):
+    inputs, _, _ = make(Case("gated_delta_rule", T=20, H=H, K=K, V=V, h0=False))
+    layer = package.layers.chunk_gated_delta_rule()
+    o, _ = layer.forward(*inputs.values(), safe_gate=True, lower_bound=-5.0)
+    assert torch.equal(o, layer.forward(*inputs.values())[0])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_training(package, model, name, device):
     x = inputs(device)

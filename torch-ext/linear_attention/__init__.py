@@ -1,7 +1,8 @@
 """Chunked linear attention in Helion: seven operators, forward and backward, tuned configs included.
 
 Loaded with `kernels.get_kernel("HelionDSL/linear-attention", version=0)`. Every operator takes q, k [B,T,H,K] and
-v [B,T,H,V] and returns `(o, final_state)`; `layers` holds the modules for `kernels.kernelize`.
+v [B,T,H,V], the gated delta rule and KDA [B,T,HV,V], and returns `(o, final_state)`; `layers` holds the modules for
+`kernels.kernelize`.
 """
 from . import layers
 from .ops.delta_rule import chunk_delta_rule

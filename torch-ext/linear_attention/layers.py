@@ -16,14 +16,15 @@ from .ops.gated_delta_rule import chunk_gated_delta_rule as _chunk_gated_delta_r
 from .ops.kda import chunk_kda
 
 _OPTIONS = {
-    "scale", "state_v_first", "use_gate_in_kernel", "A_log", "dt_bias", "lower_bound", "safe_gate",
-    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "cp_context",
+    "scale", "state_v_first", "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval", "cp_context",
 }
+_KDA_OPTIONS = _OPTIONS | {"lower_bound", "safe_gate"}
 
 
-def _options(kwargs: dict[str, object]) -> dict[str, object]:
-    """The operators' options among a model's keywords."""
-    return {name: x for name, x in kwargs.items() if name in _OPTIONS}
+def _options(kwargs: dict[str, object], names: set[str]) -> dict[str, object]:
+    """An operator's options among a model's keywords."""
+    return {name: x for name, x in kwargs.items() if name in names}
 
 
 def _cu_seqlens(kwargs: dict[str, object]) -> torch.Tensor | None:
@@ -68,7 +69,7 @@ class chunk_gated_delta_rule(nn.Module):
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=_cu_seqlens(kwargs),
             chunk_size=chunk_size,
-            **_options(kwargs),
+            **_options(kwargs, _OPTIONS),
         )
 
 
@@ -105,5 +106,5 @@ class chunk_kimi_delta_attention(nn.Module):
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=_cu_seqlens(kwargs),
             chunk_size=chunk_size,
-            **_options(kwargs),
+            **_options(kwargs, _KDA_OPTIONS),
         )

@@ -82,7 +82,8 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool =
 def check_sequences(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None, q: torch.Tensor) -> int:
     """The number of sequences N: B, or for cu_seqlens int32 or int64 [N+1] on q's device, which takes B = 1, its N.
 
-    cu_seqlens_cpu: None, or the same on the CPU.  Values on the CPU are checked: from 0, not falling, at most T.
+    cu_seqlens_cpu: None, or the same on the CPU.  Values on the CPU are checked: from 0, not falling, at most T, and
+    both the same.
     """
     B, T = q.shape[:2]
     for x, name in ((cu_seqlens, "cu_seqlens"), (cu_seqlens_cpu, "cu_seqlens_cpu")):
@@ -110,7 +111,22 @@ def check_sequences(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tenso
         if values[0] != 0 or values[-1] > T or any(a > b for a, b in zip(values, values[1:])):
             raise ValueError(f"{name}: expected values from 0, not falling, up to T = {T} at most, got "
                              f"{values if len(values) < 20 else _described(x)}")
+    if cu_seqlens_cpu is not None and cu_seqlens.device.type == "cpu" and type(cu_seqlens) is torch.Tensor:
+        if cu_seqlens.tolist() != cu_seqlens_cpu.tolist():
+            raise ValueError(f"cu_seqlens_cpu: expected the values of cu_seqlens, got {_described(cu_seqlens_cpu)}")
     return cu_seqlens.numel() - 1
+
+
+def check_hints(chunk_indices: torch.Tensor | None = None, max_num_seqs: int | None = None) -> None:
+    """What results do not depend on: a tensor, or a number of at least 1, or None."""
+    if chunk_indices is not None and not isinstance(chunk_indices, torch.Tensor):
+        raise TypeError(f"chunk_indices: expected None or a tensor, got {_described(chunk_indices)}")
+    if max_num_seqs is None:
+        return
+    if not isinstance(max_num_seqs, int) or isinstance(max_num_seqs, bool):
+        raise TypeError(f"max_num_seqs: expected None or an int, got {_described(max_num_seqs)}")
+    if max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs: expected at least 1, got {_described(max_num_seqs)}")
 
 
 def check_gate(g: torch.Tensor, shape: Sequence[int], q: torch.Tensor, name: str = "g", layout: str = "") -> None:

@@ -225,8 +225,8 @@ def scalar_bwd_qk_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With P = scale (do v^T . decay), lower triangular:
 
-        dq = scale 2^gc do S^T + P k      dk = 2^(gl - gc) v D^T + P^T q
-        dg_t = sum_{i >= t > j} P_ij q_i . k_j + sum_{i >= t} x_i + sum_{j < t} y_j + 2^gl sum(S . D)
+        dq = scale 2^gc do S^T + P k      dk = rest 2^(gl - gc) v D^T + P^T q
+        dg_t = sum_{i >= t > j} P_ij q_i . k_j + sum_{i >= t} x_i + sum_{j < t} y_j + rest 2^gl sum(S . D)
 
     where x_i = q_i . dq_i and y_j = k_j . dk_j hold the terms through S and D alone.
 
@@ -291,7 +291,7 @@ def scalar_bwd_v_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, do: torch.Tensor, D: torch.Tensor,
     chunks: torch.Tensor | None, scale: float, rest: float, C: hl.constexpr,
 ) -> torch.Tensor:
-    """dv = 2^(gl - gc) k D + A^T do with A = scale (q k^T . decay), lower triangular.
+    """dv = rest 2^(gl - gc) k D + A^T do with A = scale (q k^T . decay), lower triangular.
 
     q, k [B,T,H,K], gc fp32 [B,H,T], do [B,T,H,V], D [B,NT,H,K,V] -> dv as do.
     One program a head, chunk and V tile.

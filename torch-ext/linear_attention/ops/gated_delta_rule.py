@@ -12,6 +12,7 @@ from ._checks import (
     check_flags,
     check_gate,
     check_gate_parameters,
+    check_hints,
     check_qkv,
     check_scale,
     check_sequences,
@@ -66,7 +67,7 @@ def chunk_gated_delta_rule(
             cu_seqlens[n+1] - 1. Results for tokens after the last one, and their gradients, are zero. None for B
             sequences of T tokens; then N is B.
         cu_seqlens_cpu: the same on the CPU, only checked; or None.
-        chunk_indices: without effect; where chunks lie is found on the device.
+        chunk_indices: a tensor or None, without effect; where chunks lie is found on the device.
         cp_context: not supported yet.
         chunk_size: 16, 32, 64 or 128: a hint, without effect on the result.
         use_gate_in_kernel: the decays are -exp(A_log) softplus(g + dt_bias).
@@ -94,6 +95,7 @@ def chunk_gated_delta_rule(
     N = check_sequences(cu_seqlens, cu_seqlens_cpu, q)
     check_state(initial_state, N, q, v, state_v_first)
     check_chunk_size(chunk_size)
+    check_hints(chunk_indices=chunk_indices)
     if use_gate_in_kernel:
         g = activated_gate(g, A_log, dt_bias, cu_seqlens)
     if use_beta_sigmoid_in_kernel:

@@ -17,6 +17,7 @@ from ._checks import (
     check_flags,
     check_gate,
     check_gate_parameters,
+    check_hints,
     check_lower_bound,
     check_qkv,
     check_scale,
@@ -208,6 +209,7 @@ def chunk_kda(
     N = check_sequences(cu_seqlens, cu_seqlens_cpu, q)
     check_state(initial_state, N, q, v, state_v_first)
     check_chunk_size(chunk_size)
+    check_hints(max_num_seqs=max_num_seqs)
     scale = K**-0.5 if scale is None else float(scale)
     g = last_contiguous(pad_to_16(g))
     if use_gate_in_kernel:
