@@ -125,6 +125,10 @@ KEYS = (
     dict(keys="parallel", gate="zero", dtype="fp32"),
     dict(keys="equal", l2norm=True),
     dict(keys="equal", l2norm=True, beta="wide"),
+    # the state's gradient alone, where the sums over a chunk nearly vanish
+    dict(keys="equal", l2norm=True, beta="wide", gate="zero", T=64, K=64, V=64, roots="ht"),
+    dict(keys="equal", l2norm=True, beta="wide", gate="zero", T=193, K=64, V=100, h0=False, roots="ht"),
+    dict(keys="equal", l2norm=True, beta="wide", gate="zero", dtype="fp16", T=64, K=64, V=64, roots="ht"),
     dict(keys="equal", l2norm=True, dtype="fp32"),
     dict(keys="equal", l2norm=True, dtype="fp32", beta="wide"),
     dict(beta="wide"),
