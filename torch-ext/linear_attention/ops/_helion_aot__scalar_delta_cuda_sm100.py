@@ -72,9 +72,10 @@ SCALAR_DELTA_BWD_KERNEL = {
     "configs": [
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16, 32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16, 32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 2, 1024: 1},  # bytes of the widest row -> config
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), None, None, (2,), (2, 128), (2, 128, 128), (2, 128), (2, 128, 128), (2, 128), (4,), None, None, None, 64, 1): {
             (4, 4096, 64): 0,

@@ -71,8 +71,8 @@ SCALAR_DELTA_BWD_V_KERNEL = {
 SCALAR_DELTA_BWD_KERNEL = {
     "configs": [
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [16, 32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16, 32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
     "safe": {256: 1, 1024: 2},  # bytes of the widest row -> config
     "tuned": {

@@ -170,7 +170,7 @@ def kda_solve_kernel(
         # instructions
         b_0 = hl.zeros([C, C], dtype=torch.bfloat16)
         b_L = hl.dot(b_0, b_0, acc=hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live))
-        b_X = unit_lower_inverse(b_L, C)
+        b_X = unit_lower_inverse(b_L, C, v.dtype)
         hl.store(X, [i_b, i_t, i_h, hl.arange(C)], in_range(b_X, X.dtype), extra_mask=written)
         b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
         b_X = in_range(b_X * b_beta[None, :], v.dtype)

@@ -78,7 +78,7 @@ def scalar_delta_prepare_kernel(
             b_kg = (b_k.to(torch.float32) * b_rest[:, None]).to(k.dtype)
             hl.store(kg, [i_b, i_t, i_h, i_k], b_kg, extra_mask=written)
         hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
-        b_X = unit_lower_inverse(b_L, C)
+        b_X = unit_lower_inverse(b_L, C, k.dtype)
         hl.store(X, [i_b, i_t, i_h, idx], in_range(b_X, X.dtype), extra_mask=written)
         b_v = hl.load(v, [i_b, i_t, i_h, i_v], extra_mask=live)
         b_Xb = b_X * b_beta[None, :]
@@ -147,8 +147,8 @@ def scalar_delta_bwd_kernel(
 
     q, k [B,T,H,K], n, do, r [B,T,HV,V], gc fp32 [B,HV,T], rv fp32 [B,T,HV], gl fp32 [B,NT,HV], beta [B,T,HV],
     S, D [B,NT,HV,K,V] -> dq, dk [B,T,HV,K], of a value head each, in q's dtype, dg fp32 [B,T,HV], not written without a
-    gate, dbeta as beta.  G = HV / H.  One program a value head and chunk, in tiles of K.  r is loaded, not made here:
-    its tile would not fit the registers.
+    gate, dbeta as beta.  G = HV / H.  One program a value head and chunk, in tiles of K and V: whole rows of do, n and r
+    would not fit the registers.
     """
     B, T, HV, V = n.size()
     K, V = hl.specialize((k.size(3), V))
@@ -157,23 +157,26 @@ def scalar_delta_bwd_kernel(
     dbeta = torch.empty([B, T, HV], dtype=beta.dtype, device=q.device)
     dg = torch.empty([B, T, HV], dtype=torch.float32, device=q.device)
     BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
     for i_bh, i_c in hl.grid([B * HV, chunk_count(chunks, C, T)]):
         i_b = i_bh // HV
         i_h = i_bh % HV
         begin, end, fill = chunk(chunks, i_c, C, T)
         idx = hl.arange(C)
         i_t = idx + begin
-        i_v = hl.arange(V)
         live = (i_t < end)[:, None]
         written = (i_t < fill)[:, None]
         lower = idx[:, None] >= idx[None, :]
         strict = idx[:, None] > idx[None, :]
         b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
         b_dbeta = row_values(rv, i_b, i_t, i_h, end, fill)
-        b_nt = hl.load(n, [i_b, i_t, i_h, i_v], extra_mask=live).transpose(0, 1)
-        b_P = hl.dot(hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=live), b_nt, out_dtype=torch.float32)
+        b_P = hl.zeros([C, C], dtype=torch.float32)
+        b_G = hl.zeros([C, C], dtype=torch.float32)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_nt = hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
+            b_P = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), b_nt, acc=b_P)
+            b_G = hl.dot(hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=live), b_nt, acc=b_G)
         b_P = b_P * scale
-        b_G = hl.dot(hl.load(r, [i_b, i_t, i_h, i_v], extra_mask=live), b_nt, out_dtype=torch.float32)
         b_G = -b_G
         if gc is None:
             b_P = torch.where(lower, b_P, 0.0)
@@ -205,33 +208,39 @@ def scalar_delta_bwd_kernel(
         b_gg = in_range(b_G + b_G.transpose(0, 1), q.dtype)
         for tile_k in hl.tile(K, block_size=BK):
             b_k = hl.load(k, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
-            b_S = S[i_b, i_c, i_h, tile_k, :]
-            # r, do and n once more: kept from above they would fill the shared memory of smaller GPUs; a new range of
-            # columns, since one made outside the loop is not masked where V is not a power of two
-            b_r = hl.load(r, [i_b, i_t, i_h, hl.arange(V)], extra_mask=live)
-            b_dk = -hl.dot(b_r, b_S.transpose(0, 1), out_dtype=torch.float32)
-            if gc is not None:
-                b_dk = b_dk * b_from[:, None]
-            b_dbk = torch.sum(b_dk * b_k.to(torch.float32), 1)
-            b_dbeta = b_dbeta + b_dbk
-            b_dk = hl.dot(b_gg, b_k, acc=b_dk * b_beta[:, None])
-            b_do = hl.load(do, [i_b, i_t, i_h, hl.arange(V)], extra_mask=live)
-            b_dq = hl.dot(b_do, b_S.transpose(0, 1), out_dtype=torch.float32) * scale
             b_q = hl.load(q, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
+            b_dq = hl.zeros([C, tile_k], dtype=torch.float32)
+            b_dk = hl.zeros([C, tile_k], dtype=torch.float32)
+            b_dkD = hl.zeros([C, tile_k], dtype=torch.float32)
+            for tile_v in hl.tile(V, block_size=BV):
+                b_S = S[i_b, i_c, i_h, tile_k, tile_v]
+                b_r = hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=live)
+                b_dk = hl.dot(b_r, b_S.transpose(0, 1), acc=b_dk)
+                b_do = hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live)
+                b_dq = hl.dot(b_do, b_S.transpose(0, 1), acc=b_dq)
+                b_D = D[i_b, i_c, i_h, tile_k, tile_v]
+                b_n = hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=live)
+                b_dkD = hl.dot(b_n, b_D.transpose(0, 1), acc=b_dkD)
+                if gc is not None:
+                    b_z = b_z + torch.sum(torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1), 0)
+            b_dq = b_dq * scale
+            b_dk = -b_dk
+            b_dkD = b_dkD * rest
             if gc is not None:
                 b_dq = b_dq * b_from[:, None]
-                b_x = b_x + b_beta * b_dbk + torch.sum(b_dq * b_q.to(torch.float32), 1)
+                b_dk = b_dk * b_from[:, None]
+                b_dkD = b_dkD * b_rest[:, None]
+                b_x = b_x + torch.sum(b_dq * b_q.to(torch.float32), 1)
+                b_y = b_y + torch.sum(b_dkD * b_k.to(torch.float32), 1)
+            b_dbk = torch.sum(b_dk * b_k.to(torch.float32), 1)
+            b_dbeta = b_dbeta + b_dbk
+            if gc is not None:
+                b_x = b_x + b_beta * b_dbk
             b_dq = hl.dot(b_p, b_k, acc=b_dq)
             hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=written)
+            b_dk = hl.dot(b_gg, b_k, acc=b_dk * b_beta[:, None] + b_dkD)
             b_dk = hl.dot(b_p.transpose(0, 1), b_q, acc=b_dk)
-            b_D = D[i_b, i_c, i_h, tile_k, :]
-            b_n = hl.load(n, [i_b, i_t, i_h, hl.arange(V)], extra_mask=live)
-            b_dkD = hl.dot(b_n, b_D.transpose(0, 1), out_dtype=torch.float32) * rest
-            if gc is not None:
-                b_dkD = b_dkD * b_rest[:, None]
-                b_y = b_y + torch.sum(b_dkD * b_k.to(torch.float32), 1)
-                b_z = b_z + torch.sum(torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1), 0)
-            hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_dkD).to(dk.dtype), extra_mask=written)
+            hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=written)
         hl.store(dbeta, [i_b, i_t, i_h], b_dbeta.to(dbeta.dtype), extra_mask=i_t < fill)
         if gc is not None:
             upper = idx[:, None] <= idx[None, :]

@@ -52,13 +52,32 @@ def diagonal_inverse(b_L, C):
     return torch.where(same, b_X[:, :, None, :], 0.0).reshape([C, C])
 
 
-def unit_lower_inverse(b_L, C):
-    """(I + L)^-1 in fp32, L strictly lower [C, C], C <= 64.  The kernel's dot_precision must be tf32x3 or ieee.
+def bf16x3_dot(b_x, b_y, dtype):
+    """x y of fp32 tiles, right to 2^-14, in three bf16 products: of the high halves of their bits and of what is left.
+
+    Enough where the result is rounded to bf16 or fp16, in half the time of tf32x3, which looks for NaN as well.  In an
+    operator of fp32 (dtype) one product with the kernel's dot_precision.
+    """
+    if dtype == torch.float32:
+        return hl.dot(b_x, b_y)
+    b_xh = (b_x.view(torch.int32) & -65536).view(torch.float32)
+    b_yh = (b_y.view(torch.int32) & -65536).view(torch.float32)
+    b_xl = (b_x - b_xh).to(torch.bfloat16)
+    b_yl = (b_y - b_yh).to(torch.bfloat16)
+    b_xh = b_xh.to(torch.bfloat16)
+    b_yh = b_yh.to(torch.bfloat16)
+    b_z = hl.dot(b_xl, b_yh, out_dtype=torch.float32)
+    b_z = hl.dot(b_xh, b_yl, acc=b_z)
+    return hl.dot(b_xh, b_yh, acc=b_z)
+
+
+def unit_lower_inverse(b_L, C, dtype):
+    """(I + L)^-1 in fp32 for an operator in dtype, L strictly lower [C, C], C <= 64.
 
     The 16x16 blocks Xd by substitution; with Y = Xd L_off the rest is (I - Y)(I + Y^2) Xd, exact since Y^4 = 0.
     """
     b_Xd = diagonal_inverse(b_L, C)
     blk = hl.arange(C) // 16
-    b_Y = hl.dot(b_Xd, torch.where(blk[:, None] != blk[None, :], b_L, 0.0))
-    b_Z = hl.dot(b_Y, hl.dot(b_Y, b_Xd), acc=b_Xd)
-    return b_Z - hl.dot(b_Y, b_Z)
+    b_Y = bf16x3_dot(b_Xd, torch.where(blk[:, None] != blk[None, :], b_L, 0.0), dtype)
+    b_Z = b_Xd + bf16x3_dot(b_Y, bf16x3_dot(b_Y, b_Xd, dtype), dtype)
+    return b_Z - bf16x3_dot(b_Y, b_Z, dtype)
