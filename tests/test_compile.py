@@ -28,7 +28,7 @@ def test_compiles(device, case):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("driver", ["13000", "12080"])
+@pytest.mark.parametrize("driver", ["13000", "12080", "absent"])
 def test_a_hopper_gpu_gets_right_code(driver):
     done = subprocess.run([sys.executable, HERE / "assembled.py", driver], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

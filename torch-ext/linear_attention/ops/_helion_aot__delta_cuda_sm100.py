@@ -11,39 +11,38 @@ CAPABILITY = (10, 0)
 DELTA_FWD_O_KERNEL = {
     "configs": [
         {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
-        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
     ],
-    "safe": {256: 6, 1024: 7},  # bytes of the widest row -> config
+    "safe": {256: 6, 1024: 5},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (2, 128), (2, 128), (2, 64), None, None, None, None): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 5,
+            (4, 2048, 16): 4,
             (1, 8192, 96): 0,
-            (2, 16384, 16): 4,
-        },
-        ((2, 256), (2, 256), (2, 256), (2, 256), (2, 64), (4, 256), None, None, None): {
-            (8, 2048, 32): 1,
+            (2, 16384, 16): 3,
         },
         ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), None, None, None, None): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 1,
         },
         ((2, 128), (2, 128), (2, 128), (2, 128), (2, 64), (4, 128), None, None, None): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 3,
-            (2, 16384, 16): 4,
+            (4, 2048, 16): 2,
+            (2, 16384, 16): 3,
             (1, 8192, 96): 0,
         },
         ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None, None): {
-            (8, 1024, 8): 4,
+            (8, 1024, 8): 3,
         },
         ((2, 256), (2, 256), (2, 256), (2, 256), (2, 64), None, None, None, None): {
-            (8, 2048, 32): 1,
+            (8, 2048, 32): 5,
+        },
+        ((2, 256), (2, 256), (2, 256), (2, 256), (2, 64), (4, 256), None, None, None): {
+            (8, 2048, 32): 5,
         },
     },
 }
@@ -51,38 +50,37 @@ DELTA_FWD_O_KERNEL = {
 DELTA_FWD_STATE_KERNEL = {
     "configs": [
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 5, 1024: 6},  # bytes of the widest row -> config
+    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (2, 128), None, None, None, 64): {
             (4, 4096, 64): 0,
             (4, 2048, 16): 0,
             (1, 8192, 96): 0,
-            (2, 16384, 16): 2,
-        },
-        ((2, 256), (2, 256), (2, 256), (4, 256), None, None, 64): {
-            (8, 2048, 32): 1,
+            (2, 16384, 16): 1,
         },
         ((2, 64), (2, 64), (2, 64), None, None, None, 64): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 1,
         },
         ((2, 128), (2, 128), (2, 128), (4, 128), None, None, 64): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 3,
-            (2, 16384, 16): 2,
-            (1, 8192, 96): 2,
+            (4, 2048, 16): 2,
+            (2, 16384, 16): 1,
+            (1, 8192, 96): 1,
         },
         ((2, 64), (2, 64), (2, 64), (4, 64), None, None, 64): {
-            (8, 1024, 8): 4,
+            (8, 1024, 8): 3,
         },
         ((2, 256), (2, 256), (2, 256), None, None, None, 64): {
-            (8, 2048, 32): 1,
+            (8, 2048, 32): 2,
+        },
+        ((2, 256), (2, 256), (2, 256), (4, 256), None, None, 64): {
+            (8, 2048, 32): 2,
         },
     },
 }
@@ -90,11 +88,11 @@ DELTA_FWD_STATE_KERNEL = {
 DELTA_BWD_STATE_KERNEL = {
     "configs": [
         {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
@@ -102,27 +100,27 @@ DELTA_BWD_STATE_KERNEL = {
     "tuned": {
         ((2, 128), (2, 128), (2, 128), (2, 64), (2, 128), None, None, None, None, None): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 5,
+            (4, 2048, 16): 4,
             (1, 8192, 96): 0,
-            (2, 16384, 16): 2,
-        },
-        ((2, 256), (2, 256), (2, 256), (2, 64), (2, 256), (4, 256), None, None, None, None): {
-            (8, 2048, 32): 1,
+            (2, 16384, 16): 1,
         },
         ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), None, None, None, None, None): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 1,
         },
         ((2, 128), (2, 128), (2, 128), (2, 64), (2, 128), (4, 128), None, None, None, None): {
             (4, 4096, 64): 0,
-            (4, 2048, 16): 3,
-            (2, 16384, 16): 2,
+            (4, 2048, 16): 2,
+            (2, 16384, 16): 1,
             (1, 8192, 96): 0,
         },
         ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), (4, 64), None, None, None, None): {
-            (8, 1024, 8): 4,
+            (8, 1024, 8): 3,
         },
         ((2, 256), (2, 256), (2, 256), (2, 64), (2, 256), None, None, None, None, None): {
-            (8, 2048, 32): 1,
+            (8, 2048, 32): 5,
+        },
+        ((2, 256), (2, 256), (2, 256), (2, 64), (2, 256), (4, 256), None, None, None, None): {
+            (8, 2048, 32): 5,
         },
     },
 }

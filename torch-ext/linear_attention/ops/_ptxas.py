@@ -42,7 +42,10 @@ def _newer() -> str | None:
     early = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # its code does not bring out the fault
     if early or os.environ.get("TRITON_PTXAS_PATH") or _version(knobs.nvidia.ptxas) >= _RIGHT:
         return None
-    tool = getattr(knobs.nvidia, "ptxas_blackwell", None)
+    try:
+        tool = knobs.nvidia.ptxas_blackwell
+    except (AttributeError, RuntimeError):  # another Triton, or one packed without it
+        tool = None
     if tool is None or _version(tool) < _RIGHT:
         reason = "Triton has no newer one"
     elif _driver() < 1000 * _version(tool)[0]:

@@ -147,8 +147,8 @@ def scalar_delta_bwd_kernel(
 
     q, k [B,T,H,K], n, do, r [B,T,HV,V], gc fp32 [B,HV,T], rv fp32 [B,T,HV], gl fp32 [B,NT,HV], beta [B,T,HV],
     S, D [B,NT,HV,K,V] -> dq, dk [B,T,HV,K], of a value head each, in q's dtype, dg fp32 [B,T,HV], not written without a
-    gate, dbeta as beta.  G = HV / H.  One program a value head and chunk, in tiles of K and V: whole rows of do, n and r
-    would not fit the registers.
+    gate, dbeta as beta.  G = HV / H.  One program a value head and chunk, in tiles of K and V: whole rows of do, n and
+    r would not fit the registers.
     """
     B, T, HV, V = n.size()
     K, V = hl.specialize((k.size(3), V))
