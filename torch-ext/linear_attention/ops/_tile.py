@@ -25,6 +25,12 @@ def in_range(b_x, dtype):
     return b_x.to(dtype)
 
 
+def two_parts(b_x, dtype):
+    """b_x, fp32, as the sum of two tiles in dtype: twice the digits of one."""
+    b_high = in_range(b_x, dtype)
+    return b_high, in_range(b_x - b_high.to(torch.float32), dtype)
+
+
 def decayed(b_x, b_gc, mask):
     """2^(gc_i - gc_j) x_ij where mask (i >= j or i > j), else 0: x fp32 [C, C], gc [C].
 
