@@ -24,6 +24,14 @@ def last_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
+def output_gradients(
+    do: torch.Tensor | None, dht: torch.Tensor | None, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """do and dht as the kernels take them, their last stride 1: zeros for a do that is not there."""
+    do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
+    return do, last_contiguous(dht)
+
+
 @torch.compiler.disable
 def over_values(
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
@@ -72,7 +80,7 @@ def split_scale(scale: float) -> tuple[float, float]:
     return (math.copysign(2.0 ** (exponent - 1), scale), 2 * abs(fraction)) if scale else (0.0, 1.0)
 
 
-def within(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+def before_end(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """x [B, T, H], with zeros for what follows the last sequence; differentiable."""
     if cu_seqlens is None:
         return x
@@ -81,7 +89,7 @@ def within(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
 
 def activated_beta(beta: torch.Tensor, doubled: bool, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """sigmoid(beta) [B, T, H] in fp32, or twice that; differentiable."""
-    beta = within(beta, cu_seqlens).float().sigmoid()
+    beta = before_end(beta, cu_seqlens).float().sigmoid()
     return 2 * beta if doubled else beta
 
 
@@ -89,7 +97,7 @@ def activated_gate(
     g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor:
     """-exp(A_log) softplus(g + dt_bias) in fp32: g [B, T, H], A_log, dt_bias [H]; differentiable."""
-    g = within(g, cu_seqlens).float()
+    g = before_end(g, cu_seqlens).float()
     return -A_log.float().exp() * torch.nn.functional.softplus(g if dt_bias is None else g + dt_bias.float())
 
 

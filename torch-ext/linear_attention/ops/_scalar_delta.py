@@ -20,7 +20,7 @@ import torch
 from ._aot import kernel
 from ._delta import delta_bwd_state_kernel, delta_fwd_o_kernel, delta_fwd_state_kernel
 from ._gates import gate_cumsum_kernel
-from ._host import last_contiguous, over_values, split_scale, sum_of_group
+from ._host import output_gradients, over_values, split_scale, sum_of_group
 from ._l2norm import l2norm
 from ._sequences import Tables, chunk, chunk_count, row_values
 from ._tile import decayed, in_range, two_parts, unit_lower_inverse
@@ -249,9 +249,8 @@ class _ScalarDelta(torch.autograd.Function):
         q, k, v, g, beta, h0, *tables = ctx.saved_tensors
         if do is None and dht is None:
             return (None,) * 8
-        do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
-        dq, dk, dv, dg, dbeta, dh0 = scalar_delta_bwd(
-            q, k, v, g, beta, h0, ctx.scale, Tables(*tables), do, last_contiguous(dht))
+        do, dht = output_gradients(do, dht, v)
+        dq, dk, dv, dg, dbeta, dh0 = scalar_delta_bwd(q, k, v, g, beta, h0, ctx.scale, Tables(*tables), do, dht)
         return dq, dk, dv, dg, dbeta, dh0.to(h0.dtype) if ctx.needs_input_grad[5] else None, None, None
 
 

@@ -26,7 +26,7 @@ import torch
 
 from ._aot import kernel
 from ._gates import gate_cumsum_kernel, head_decay_kernel
-from ._host import last_contiguous, over_values, split_scale
+from ._host import output_gradients, over_values, split_scale
 from ._segments import joined_count, segment, segment_count, segment_length, segment_table
 from ._sequences import Tables, chunk, chunk_count, sequence_count, unless_empty
 from ._tile import decayed, in_range
@@ -391,10 +391,9 @@ class _ScalarGate(torch.autograd.Function):
         q, k, v, h0, gc, S, gs, segments, *tables = ctx.saved_tensors
         if do is None and dht is None:
             return (None,) * 8
-        do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
+        do, dht = output_gradients(do, dht, v)
         dq, dk, dv, dg, dh0 = scalar_gate_bwd(
-            q, k, v, h0, gc, S, gs, segments, ctx.scale, Tables(*tables), do, last_contiguous(dht),
-            ctx.needs_input_grad[3])
+            q, k, v, h0, gc, S, gs, segments, ctx.scale, Tables(*tables), do, dht, ctx.needs_input_grad[3])
         dg = None if dg is None else dg.to(ctx.gate)
         return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None, None, None
 

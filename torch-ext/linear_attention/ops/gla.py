@@ -44,7 +44,7 @@ from ._channel_gate import (
 )
 from ._checks import check_flags, check_gate, check_qkv, check_scale, check_sequences, check_state
 from ._gates import channel_gate_cumsum_kernel
-from ._host import WALK_K, last_contiguous, over_values, pad_to_16, split_scale
+from ._host import WALK_K, last_contiguous, output_gradients, over_values, pad_to_16, split_scale
 from ._segments import joined_count, segment, segment_count, segment_length, segment_table
 from ._sequences import Tables, chunk, chunk_count, sequence_count, unless_empty
 from ._tile import in_range
@@ -520,9 +520,8 @@ class _GLA(torch.autograd.Function):
         q, k, v, g, h0, S, gs, segments, *tables = ctx.saved_tensors
         if do is None and dht is None:
             return (None,) * 7
-        do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
-        dq, dk, dv, dg, dh0 = chunk_gla_bwd(
-            q, k, v, g, h0, S, gs, segments, ctx.scale, Tables(*tables), do, last_contiguous(dht))
+        do, dht = output_gradients(do, dht, v)
+        dq, dk, dv, dg, dh0 = chunk_gla_bwd(q, k, v, g, h0, S, gs, segments, ctx.scale, Tables(*tables), do, dht)
         return dq, dk, dv, dg, dh0.to(h0.dtype) if ctx.needs_input_grad[4] else None, None, None
 
 

@@ -27,7 +27,15 @@ from ._checks import (
 )
 from ._delta import delta_bwd_state_kernel, delta_fwd_o_kernel, delta_fwd_state_kernel
 from ._gates import channel_gate_bwd_kernel, channel_gate_cumsum_kernel
-from ._host import activated_beta, last_contiguous, over_values, pad_to_16, split_scale, sum_of_group
+from ._host import (
+    activated_beta,
+    last_contiguous,
+    output_gradients,
+    over_values,
+    pad_to_16,
+    split_scale,
+    sum_of_group,
+)
 from ._kda_kernels import (
     kda_bwd_qk_kernel,
     kda_bwd_v_kernel,
@@ -117,10 +125,9 @@ class _KDA(torch.autograd.Function):
         lower_bound, activate, scale = ctx.constants
         if do is None and dht is None:
             return (None,) * 12
-        do = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if do is None else last_contiguous(do)
+        do, dht = output_gradients(do, dht, v)
         *gradients, dA_log, ddt_bias, dh0 = chunk_kda_bwd(
-            q, k, v, g, beta, h0, Gate(A_log, dt_bias, lower_bound, activate), scale, Tables(*tables), do,
-            last_contiguous(dht))
+            q, k, v, g, beta, h0, Gate(A_log, dt_bias, lower_bound, activate), scale, Tables(*tables), do, dht)
         return *gradients, dh0.to(h0.dtype) if ctx.needs_input_grad[5] else None, dA_log, ddt_bias, *(None,) * 4
 
 
