@@ -98,16 +98,6 @@ SCALAR_WALK_KERNEL = {
     },
 }
 
-SCALAR_WALK_KV_KERNEL = {
-    "configs": [
-        {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-    ],
-    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
-    "tuned": {
-    },
-}
-
 SCALAR_STATE_KERNEL = {
     "configs": [
         {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 8},
@@ -266,14 +256,6 @@ def key_scalar_walk_kernel(*args):
 
 def autotune_scalar_walk_kernel(*args):
     return dict(SCALAR_WALK_KERNEL["configs"][_pick(SCALAR_WALK_KERNEL, args)])
-
-
-def key_scalar_walk_kv_kernel(*args):
-    return _pick(SCALAR_WALK_KV_KERNEL, args)
-
-
-def autotune_scalar_walk_kv_kernel(*args):
-    return dict(SCALAR_WALK_KV_KERNEL["configs"][_pick(SCALAR_WALK_KV_KERNEL, args)])
 
 
 def key_scalar_state_kernel(*args):

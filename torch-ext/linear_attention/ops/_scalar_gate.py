@@ -167,92 +167,6 @@ def scalar_walk_kernel(
 
 
 @kernel(dot_precision="tf32x3")
-def scalar_walk_kv_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gc: torch.Tensor | None, do: torch.Tensor,
-    dht: torch.Tensor | None, D: torch.Tensor | None, gd: torch.Tensor | None, sequences: torch.Tensor | None,
-    segments: torch.Tensor | None, unit: float, rest: float, C: hl.constexpr, L: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dk and dv in one walk back, chunks in reverse, with D <- 2^gl D + scale q^T (2^gc do) from dht on:
-
-    dv_j = 2^(gl - gc_j) k_j D + sum_{i >= j} P_ij do_i,  P_ij = scale 2^(gc_i - gc_j) q_i . k_j
-    dk_j = 2^(gl - gc_j) v_j D^T + sum_{i >= j} R_ij q_i,  R_ij = scale 2^(gc_i - gc_j) do_i . v_j
-
-    q, k [B,T,H,K], v, do [B,T,H,V], gc fp32 [B,H,T], dht [N,H,K,V], D and gd as of scalar_segment_kernel
-    -> dk as k, dv as v, the state's gradient fp32 [N,H,K,V].  D is kept without rest.  One program a segment and head.
-    """
-    B, T, H, K = q.size()
-    K, V = hl.specialize((K, v.size(3)))
-    NS = segment_count(segments, L, T, B)
-    N = sequence_count(sequences, B)
-    dk = torch.empty([B, T, H, K], dtype=k.dtype, device=k.device)
-    dv = torch.empty([B, T, H, V], dtype=v.dtype, device=v.device)
-    dh0 = torch.empty([N, H, K, V], dtype=torch.float32, device=v.device)
-    for tile_sh in hl.tile(NS * H, block_size=1):
-        i_s = tile_sh.begin // H
-        i_h = tile_sh.begin % H
-        i_b, i_n, first, stop, i_first, count, begin, end, fill = segment(segments, i_s, C, L, T)
-        if dht is None:
-            b_D = hl.zeros([V, K], dtype=torch.float32)
-        else:
-            b_D = dht[i_n, i_h, :, :].to(torch.float32).transpose(0, 1)
-            b_D = b_D / unless_empty(rest, segments, begin, end)
-        if D is not None:
-            for i_r in hl.grid(stop - 1 - i_s):
-                i_j = stop - 2 - i_r - i_n
-                if gc is not None:
-                    b_D = b_D * torch.exp2(gd[i_j, i_h])
-                b_D = b_D + D[i_j, i_h, :, :].transpose(0, 1)
-        for i_r in hl.grid(count):
-            i_c = count - 1 - i_r
-            idx = hl.arange(C)
-            i_t = idx + i_c * C + begin
-            i_k = hl.arange(K)
-            i_v = hl.arange(V)
-            live = (i_t < end)[:, None]
-            written = (i_t < fill)[:, None]
-            if gc is not None:
-                b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
-                b_gl = gc[i_b, i_h, min(begin + i_c * C + C, fill) - 1]
-            b_q = hl.load(q, [i_b, i_t, i_h, i_k], extra_mask=live)
-            b_k = hl.load(k, [i_b, i_t, i_h, i_k], extra_mask=live)
-            b_v = hl.load(v, [i_b, i_t, i_h, i_v], extra_mask=live)
-            b_do = hl.load(do, [i_b, i_t, i_h, i_v], extra_mask=live)
-            pairs = idx[:, None] >= idx[None, :]
-            b_d = in_range(b_D, k.dtype)
-            b_a = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
-            if gc is None:
-                b_a = torch.where(pairs, b_a, 0.0)
-            else:
-                b_a = decayed(b_a, b_gc, pairs)
-            b_a = in_range(b_a * unit, v.dtype)
-            b_o = hl.dot(b_d, b_k.transpose(0, 1), out_dtype=torch.float32)
-            if gc is not None:
-                b_o = b_o * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[None, :]
-            b_o = hl.dot(b_do.transpose(0, 1), b_a, acc=b_o) * rest
-            hl.store(dv, [i_b, i_t, i_h, i_v], b_o.to(dv.dtype).transpose(0, 1), extra_mask=written)
-            b_a = hl.dot(b_do, b_v.transpose(0, 1), out_dtype=torch.float32)
-            if gc is None:
-                b_a = torch.where(pairs, b_a, 0.0)
-            else:
-                b_a = decayed(b_a, b_gc, pairs)
-            b_a = in_range(b_a * unit, k.dtype)
-            b_o = hl.dot(b_d.transpose(0, 1), b_v.transpose(0, 1), out_dtype=torch.float32)
-            if gc is not None:
-                b_o = b_o * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[None, :]
-            b_o = hl.dot(b_q.transpose(0, 1), b_a, acc=b_o) * rest
-            hl.store(dk, [i_b, i_t, i_h, i_k], b_o.to(dk.dtype).transpose(0, 1), extra_mask=written)
-            if gc is None:
-                b_z = in_range(b_do.to(torch.float32) * unit, do.dtype)
-            else:
-                b_z = in_range(b_do.to(torch.float32) * (torch.exp2(b_gc) * unit)[:, None], do.dtype)
-                b_D = b_D * torch.exp2(b_gl)
-            b_D = hl.dot(b_z.transpose(0, 1), b_q, acc=b_D)
-        if i_s == first:
-            dh0[i_n, i_h, :, :] = b_D.transpose(0, 1) * unless_empty(rest, segments, begin, end)
-    return dk, dv, dh0
-
-
-@kernel(dot_precision="tf32x3")
 def scalar_state_kernel(
     y: torch.Tensor, z: torch.Tensor, gc: torch.Tensor, s0: torch.Tensor | None, S: torch.Tensor | None,
     gs: torch.Tensor | None, sequences: torch.Tensor | None, chunks: torch.Tensor | None, segments: torch.Tensor | None,
@@ -451,11 +365,6 @@ def scalar_gate_bwd(
         dq, dk, dg = scalar_bwd_qk_kernel(q, k, v, gc, do, S, D, chunks, scale, split[1], C, with_dg)
         dv = scalar_bwd_v_kernel(q, k, gc, do, D, chunks, scale, split[1], C)
         return dq, dk, dv, dg.sum(0) if with_dg else None, dh0
-    if max(q.size(-1), v.size(-1)) <= 128:
-        dk, dv, dh0 = scalar_walk_kv_kernel(q, k, v, gc, do, dht, D, gd, sequences, segments, *split, C, L)
-        h0, S = (x if x is None else x.mT for x in (h0, S))
-        dq, _ = scalar_walk_kernel(do, v, k, gc, h0, S, gs, sequences, segments, *split, C, L, False)
-        return dq, dk, dv, None, dh0
     dv, dh0 = scalar_walk_kernel(k, q, do, gc, dht, D, gd, sequences, segments, *split, C, L, True)
     h0, S, dht, D = (x if x is None else x.mT for x in (h0, S, dht, D))  # views: dq and dk walk with S^T, D^T
     dq, _ = scalar_walk_kernel(do, v, k, gc, h0, S, gs, sequences, segments, *split, C, L, False)
