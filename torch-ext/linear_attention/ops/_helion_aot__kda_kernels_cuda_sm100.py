@@ -57,41 +57,47 @@ KDA_FAR_SCORES_KERNEL = {
 
 KDA_SOLVE_KERNEL = {
     "configs": [
-        {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
+        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((4, 64), (2, 64), None): {
+        ((4, 64), (2, 128), (2, 128), (2,), None): {
             (1, 8192, 96): 0,
             (2, 16384, 16): 0,
             (4, 2048, 16): 0,
             (4, 4096, 64): 0,
+        },
+        ((4, 64), (2, 256), (2, 256), (2,), None): {
             (8, 2048, 32): 0,
-            (8, 1024, 8): 0,
+        },
+        ((4, 64), (2, 64), (2, 64), (2,), None): {
+            (8, 1024, 8): 1,
         },
     },
 }
 
 KDA_BWD_V_KERNEL = {
     "configs": [
-        {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
     "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (2, 128), (2, 128), None, None, 64): {
-            (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
-            (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
-        },
-        ((2, 256), (2, 256), (2, 256), (2, 256), None, None, 64): {
+        ((2, 64), (2, 256), (2,), (2, 256), (2, 256), (2, 256), None, None): {
             (8, 2048, 32): 0,
         },
-        ((2, 64), (2, 64), (2, 64), (2, 64), None, None, 64): {
+        ((2, 64), (2, 128), (2,), (2, 128), (2, 128), (2, 128), None, None): {
+            (4, 4096, 64): 0,
+            (4, 2048, 16): 0,
+            (2, 16384, 16): 0,
+            (1, 8192, 96): 0,
+        },
+        ((2, 64), (2, 64), (2,), (2, 64), (2, 64), (2, 64), None, None): {
             (8, 1024, 8): 1,
         },
     },

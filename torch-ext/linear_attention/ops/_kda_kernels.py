@@ -3,10 +3,8 @@
 A gate has a value for each channel and token.  In a chunk of C tokens gc is the log2 gate summed from the chunk's begin
 and gl its sum over the chunk; S is the state at the chunk's begin, D the gradient of the state at its end, and
 
-    A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j                 qg = 2^gc q    kb = 2^gc k    kg = 2^(gl - gc) k
-    L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j           X = (I + L)^-1
-
-The written values n and r, the gradient of what goes into X, are those of `_delta.py`.
+    A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j       qg = 2^gc q       w = X beta (2^gc k)      n = u - w S
+    L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j      kg = 2^(gl - gc) k      u = X beta v      X = (I + L)^-1
 """
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from ._channel_gate import (
     upper_half,
 )
 from ._sequences import chunk, chunk_count, row_values
-from ._tile import in_range, two_parts, unit_lower_inverse
+from ._tile import in_range, unit_lower_inverse
 
 
 @kernel(dot_precision="tf32x3")
@@ -144,45 +142,63 @@ def kda_far_scores_kernel(
 
 
 @kernel(dot_precision="tf32x3")
-def kda_solve_kernel(L: torch.Tensor, A: torch.Tensor, chunks: torch.Tensor | None) -> torch.Tensor:
-    """X = (I + L)^-1 in two parts (`_delta.py`).
+def kda_solve_kernel(
+    L: torch.Tensor, kb: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, chunks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """X = (I + L)^-1;  [w, u] = X beta [kb, v].
 
-    L fp32 [B,T,HV,C], A [B,T,HV,C], whose dtype alone matters -> X [B,T,HV,2C] in it.
+    L fp32 [B,T,HV,C], kb [B,T,HV,K], v [B,T,HV,V], beta [B,T,HV] -> X [B,T,HV,C], w [B,T,HV,K], u [B,T,HV,V], in v's
+    dtype.
     One program a value head and chunk.
     """
-    B, T, HV, C = L.size()
-    C = hl.specialize(C)
+    B, T, HV, K = kb.size()
+    K, V, C = hl.specialize((K, v.size(3), L.size(3)))
     NT = chunk_count(chunks, C, T)
-    X = torch.empty([B, T, HV, 2 * C], dtype=A.dtype, device=A.device)
+    X = torch.empty([B, T, HV, C], dtype=v.dtype, device=v.device)
+    w = torch.empty([B, T, HV, K], dtype=v.dtype, device=v.device)
+    u = torch.empty([B, T, HV, V], dtype=v.dtype, device=v.device)
+    BK = hl.register_block_size(16, K)
+    BV = hl.register_block_size(16, V)
     for tile_bh, tile_c in hl.tile([B * HV, NT], block_size=[1, 1]):
         i_b = tile_bh.begin // HV
         i_h = tile_bh.begin % HV
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)
         i_t = hl.arange(C) + begin
+        live = (i_t < end)[:, None]
         written = (i_t < fill)[:, None]
         # a product gives L the layout of the matrix unit: in a load's layout the substitution takes 4 times the
         # instructions
         b_0 = hl.zeros([C, C], dtype=torch.bfloat16)
-        b_L = hl.dot(b_0, b_0, acc=hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=(i_t < end)[:, None]))
-        b_X, b_low = two_parts(unit_lower_inverse(b_L, C, X.dtype), X.dtype)
-        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], b_X, extra_mask=written)
-        hl.store(X, [i_b, i_t, i_h, hl.arange(C) + C], b_low, extra_mask=written)
-    return X
+        b_L = hl.dot(b_0, b_0, acc=hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live))
+        b_X = unit_lower_inverse(b_L, C, v.dtype)
+        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], in_range(b_X, X.dtype), extra_mask=written)
+        b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
+        b_X = in_range(b_X * b_beta[None, :], v.dtype)
+        for tile_k in hl.tile(K, block_size=BK):
+            b_w = hl.dot(b_X, hl.load(kb, [i_b, i_t, i_h, tile_k], extra_mask=live), out_dtype=torch.float32)
+            hl.store(w, [i_b, i_t, i_h, tile_k], in_range(b_w, w.dtype), extra_mask=written)
+        for tile_v in hl.tile(V, block_size=BV):
+            b_u = hl.dot(b_X, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live), out_dtype=torch.float32)
+            hl.store(u, [i_b, i_t, i_h, tile_v], in_range(b_u, u.dtype), extra_mask=written)
+    return X, w, u
 
 
 @kernel(dot_precision="tf32x3")
 def kda_bwd_v_kernel(
-    v: torch.Tensor, n: torch.Tensor, do: torch.Tensor, r: torch.Tensor, chunks: torch.Tensor | None, scale: float,
-    C: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dA = scale do n^T and dL = -r n^T for i >= j, mirrored above;  dbeta = sum_V r v.
+    X: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, n: torch.Tensor, do: torch.Tensor, dn: torch.Tensor,
+    chunks: torch.Tensor | None, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """r = X^T dn;  dv = beta r;  dA = scale do n^T and dL = -r n^T for i >= j, mirrored above;
+    dbeta = sum_V r v.
 
-    v, n, do, r [B,T,HV,V] -> dA, dL [B,T,HV,C] in v's dtype, the V part of dbeta fp32 [B,T,HV].
-    One program a value head and chunk.
+    X [B,T,HV,C], v, n, do, dn [B,T,HV,V], beta [B,T,HV] -> r, dv [B,T,HV,V], dA, dL [B,T,HV,C], in v's dtype, the V
+    part of dbeta fp32 [B,T,HV].  One program a value head and chunk.
     """
     B, T, HV, V = v.size()
-    V = hl.specialize(V)
+    V, C = hl.specialize((V, X.size(3)))
     NT = chunk_count(chunks, C, T)
+    r = torch.empty([B, T, HV, V], dtype=v.dtype, device=v.device)
+    dv = torch.empty([B, T, HV, V], dtype=v.dtype, device=v.device)
     dA = torch.empty([B, T, HV, C], dtype=v.dtype, device=v.device)
     dL = torch.empty([B, T, HV, C], dtype=v.dtype, device=v.device)
     dbeta = torch.empty([B, T, HV], dtype=torch.float32, device=v.device)
@@ -194,21 +210,25 @@ def kda_bwd_v_kernel(
         i_t = hl.arange(C) + begin
         live = (i_t < end)[:, None]
         written = (i_t < fill)[:, None]
+        b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live).transpose(0, 1)
+        b_beta = row_values(beta, i_b, i_t, i_h, end, fill)[:, None]
         b_dA = hl.zeros([C, C], dtype=torch.float32)
         b_dL = hl.zeros([C, C], dtype=torch.float32)
         b_dbeta = hl.zeros([C], dtype=torch.float32)
         for tile_v in hl.tile(V, block_size=BV):
             b_n = hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
             b_dA = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), b_n, acc=b_dA)
-            b_r = hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            b_dL = hl.dot(b_r, b_n, acc=b_dL)
-            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live)
-            b_dbeta = b_dbeta + torch.sum(b_r.to(torch.float32) * b_v.to(torch.float32), 1)
+            b_r = hl.dot(b_X, hl.load(dn, [i_b, i_t, i_h, tile_v], extra_mask=live), out_dtype=torch.float32)
+            hl.store(r, [i_b, i_t, i_h, tile_v], in_range(b_r, r.dtype), extra_mask=written)
+            hl.store(dv, [i_b, i_t, i_h, tile_v], (b_r * b_beta).to(dv.dtype), extra_mask=written)
+            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).to(torch.float32)
+            b_dbeta = b_dbeta + torch.sum(b_r * b_v, 1)
+            b_dL = hl.dot(in_range(b_r, v.dtype), b_n, acc=b_dL)
         b_dA = mirrored(in_range(b_dA * scale, dA.dtype), C)
         hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], b_dA, extra_mask=written)
         hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], mirrored(in_range(-b_dL, dL.dtype), C), extra_mask=written)
         hl.store(dbeta, [i_b, i_t, i_h], b_dbeta, extra_mask=i_t < fill)
-    return dA, dL, dbeta
+    return r, dv, dA, dL, dbeta
 
 
 @kernel(dot_precision="tf32x3")

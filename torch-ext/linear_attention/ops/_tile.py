@@ -5,6 +5,7 @@ import helion.language as hl
 import torch
 
 LOG2_E = 1.4426950408889634
+UPPER_HALF = -(1 << 16)  # of an fp32's bits: a bf16
 
 
 def log2_gate(b_g):
@@ -23,12 +24,6 @@ def in_range(b_x, dtype):
     if dtype == torch.float16:
         b_x = torch.clamp(b_x, min=-65504.0, max=65504.0)
     return b_x.to(dtype)
-
-
-def two_parts(b_x, dtype):
-    """b_x, fp32, as the sum of two tiles in dtype: twice the digits of one."""
-    b_high = in_range(b_x, dtype)
-    return b_high, in_range(b_x - b_high.to(torch.float32), dtype)
 
 
 def decayed(b_x, b_gc, mask):
@@ -59,15 +54,16 @@ def diagonal_inverse(b_L, C):
 
 
 def bf16x3_dot(b_x, b_y, dtype):
-    """x y of fp32 tiles, right to 2^-14, in three bf16 products: of the high halves of their bits and of what is left.
+    """x y of fp32 tiles for an operator in dtype; in fp32 by the kernel's dot_precision, which is to be tf32x3 or ieee.
 
-    Enough where the result is rounded to bf16 or fp16, in half the time of tf32x3, which looks for NaN as well.  In an
-    operator of fp32 (dtype) one product with the kernel's dot_precision.
+    Else off by some 2^-14 of |x| |y|, in three bf16 products, smallest first: of the upper halves of their bits, cut
+    off so that nothing overflows, and of what is left.  Enough where the result is rounded to bf16 or fp16, in half the
+    time of tf32x3.
     """
     if dtype == torch.float32:
         return hl.dot(b_x, b_y)
-    b_xh = (b_x.view(torch.int32) & -65536).view(torch.float32)
-    b_yh = (b_y.view(torch.int32) & -65536).view(torch.float32)
+    b_xh = (b_x.view(torch.int32) & UPPER_HALF).view(torch.float32)
+    b_yh = (b_y.view(torch.int32) & UPPER_HALF).view(torch.float32)
     b_xl = (b_x - b_xh).to(torch.bfloat16)
     b_yl = (b_y - b_yh).to(torch.bfloat16)
     b_xh = b_xh.to(torch.bfloat16)
@@ -80,7 +76,8 @@ def bf16x3_dot(b_x, b_y, dtype):
 def unit_lower_inverse(b_L, C, dtype):
     """(I + L)^-1 in fp32 for an operator in dtype, L strictly lower [C, C], C <= 64.
 
-    The 16x16 blocks Xd by substitution; with Y = Xd L_off the rest is (I - Y)(I + Y^2) Xd, exact since Y^4 = 0.
+    The 16x16 diagonal blocks Xd by substitution.  With Y = Xd L_off it is (I + Y)^-1 Xd = (I - Y)(I + Y^2) Xd: of four
+    blocks or fewer Y^4 = 0.
     """
     b_Xd = diagonal_inverse(b_L, C)
     blk = hl.arange(C) // 16
