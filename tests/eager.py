@@ -9,10 +9,12 @@ In a chunk, gc is the running sum of log2 gates and gl its last value; S is the 
 gradient of the state at its end.  Tokens are rows, and P(a, b)_ij = sum_d a_id b_jd 2^(gc_id - gc_jd) for i >= j.
 
     A = P(q, k),  qg = 2^gc q,  kg = 2^(gl - gc) k,  n = v, or for the delta family
-    L = strict_tril(beta P(k, k)),  X = (I + L)^-1,  w = X beta 2^gc k,  u = X beta v,  n = u - w S
+    L = strict_tril(beta P(k, k)),  X = (I + L)^-1,  kb = 2^gc k,  e = beta (v - kb S),  n = X e
     o = scale (qg S + A n),  S <- 2^gl S + kg^T n
-    dn = scale A^T do + kg D,  D <- 2^gl D + scale qg^T do - w^T dn,  r = X^T dn
+    dn = scale A^T do + kg D,  r = X^T dn,  D <- 2^gl D + scale qg^T do - kb^T (beta r)
     dA = scale tril(do n^T),  dL = -strict_tril(r n^T),  dv = beta r (or dn),  and from those dq, dk, dbeta, dg
+
+X is the sum of two tensors in q's dtype, the only operand with twice the digits.
 
 A gate's gradient is a sum over all that decays through its token t, without terms that cancel: pairs i >= t > j, tokens
 i >= t with the state before them, tokens j < t with the state after them, and the state before with the state after.
@@ -151,7 +153,7 @@ class Saved(NamedTuple):
     kg: torch.Tensor
     A: torch.Tensor
     X: torch.Tensor | None
-    w: torch.Tensor | None
+    kb: torch.Tensor | None
     n: torch.Tensor
     S: torch.Tensor
 
@@ -183,26 +185,28 @@ def forward(op, inputs, exact=False):
     gl = gc[..., -1:, :]
     qg, kg = rounded(q * torch.exp2(gc)), rounded(k * torch.exp2(gl - gc))
     A = rounded(pair_scores(q, k, gc, rounded))
-    beta = X = w = None
-    u = v
+    beta = X = kb = None
     if op in DELTA:
         beta = in_chunks(x["beta"][..., None])
         L = (beta * pair_scores(k, k, gc, rounded)).tril(-1)
         eye = torch.eye(CHUNK, dtype=sums, device=q.device).expand_as(L)
         X = torch.linalg.solve_triangular(eye + L, eye, upper=False, unitriangular=True)
-        u, w = rounded(rounded(X * beta.mT) @ v), rounded(rounded(X * beta.mT) @ rounded(k * torch.exp2(gc)))
+        X = rounded(X) + rounded(X - rounded(X))
+        kb = rounded(k * torch.exp2(gc))
 
     state = q.new_zeros(*q.shape[:2], q.size(-1), v.size(-1))
     state = state if x.get("initial_state") is None else x["initial_state"]
     S, n, o = [], [], []
     for c in range(q.size(2)):
         b_S = rounded(state)
-        b_n = u[:, :, c] if w is None else rounded(u[:, :, c] - w[:, :, c] @ b_S)
+        b_n = v[:, :, c]
+        if beta is not None:
+            b_n = rounded(X[:, :, c] @ rounded(beta[:, :, c] * (b_n - kb[:, :, c] @ b_S)))
         o.append(scale * (qg[:, :, c] @ b_S + A[:, :, c] @ b_n))
         state = state * torch.exp2(gl[:, :, c].mT) + kg[:, :, c].mT @ b_n
         S.append(b_S)
         n.append(b_n)
-    saved = Saved(inputs, exact, scale, q, k, v, beta, gc, qg, kg, A, X, w, torch.stack(n, 2), torch.stack(S, 2))
+    saved = Saved(inputs, exact, scale, q, k, v, beta, gc, qg, kg, A, X, kb, torch.stack(n, 2), torch.stack(S, 2))
     o = in_tokens(torch.stack(o, 2), T)
     return o if exact else o.to(inputs["q"].dtype), state, saved
 
@@ -212,30 +216,30 @@ def backward(saved, do, dht=None):
 
     With exact=True also "g_terms": the sum that is the gradient of g, with the absolute value of each of its terms.
     """
-    inputs, exact, scale, q, k, v, beta, gc, qg, kg, A, X, w, n, S = saved
+    inputs, exact, scale, q, k, v, beta, gc, qg, kg, A, X, kb, n, S = saved
     sums, rounded = _precision(inputs, exact)
     T, gl = do.size(1), gc[..., -1:, :]
     in_decay, out_decay = torch.exp2(gc), torch.exp2(gl - gc)
     do = in_chunks(do.to(sums))
     dstate = torch.zeros_like(S[:, :, 0]) if dht is None else dht.to(sums)
-    D, dn = [None] * q.size(2), [None] * q.size(2)
+    D, dn, r = [None] * q.size(2), [None] * q.size(2), [None] * q.size(2)
     for c in reversed(range(q.size(2))):
         D[c] = rounded(dstate)
         dn[c] = scale * (A[:, :, c].mT @ do[:, :, c]) + kg[:, :, c] @ D[c]
         dstate = dstate * torch.exp2(gl[:, :, c].mT) + scale * (qg[:, :, c].mT @ do[:, :, c])
-        if w is not None:
-            dn[c] = rounded(dn[c])
-            dstate = dstate - w[:, :, c].mT @ dn[c]
-    D, dn = torch.stack(D, 2), torch.stack(dn, 2)
+        if beta is not None:
+            r[c] = X[:, :, c].mT @ rounded(dn[c])
+            dstate = dstate - kb[:, :, c].mT @ rounded(beta[:, :, c] * r[c])
+    D, dv = torch.stack(D, 2), torch.stack(dn, 2)
 
     dA = scale * (do @ n.mT).tril()
     dq_state = in_decay * scale * (do @ S.mT)
     dk_state = out_decay * (n @ D.mT)
     da, db, dg = pair_gradients(dA, q, k, gc, rounded)
-    dq, dk, dv = dq_state + da, dk_state + db, dn
+    dq, dk = dq_state + da, dk_state + db
     pairs, reads = [(dA, q)], [q * dq_state]
     if beta is not None:
-        r = rounded(X).mT @ dn
+        r = torch.stack(r, 2)
         dv = beta * r
         dL = -(rounded(r) @ n.mT).tril(-1)
         dwb = -(rounded(r) @ S.mT)

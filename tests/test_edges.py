@@ -115,6 +115,19 @@ def test_what_fp16_does_not_hold_stays_where_it_is(op, device, package):
         assert x[:, 41:].any() and x[:, 41:].isfinite().all(), name
 
 
+@ON
+@EVERY
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_infinite_value_is_seen(op, dtype, device, package):
+    """What v holds of infinity is not made finite on its way to o and the final state; no other column has it."""
+    inputs, _, _ = make(Case(op, T=70, H=1, K=16, V=16, dtype=dtype), device)
+    inputs["v"][:, 5, :, 3] = torch.inf
+    o, ht = operator(package, op, output_final_state=True)(**inputs)
+    assert not o[:, 5:, :, 3].isfinite().any() and not ht[..., 3].isfinite().any()
+    others = torch.arange(16, device=device) != 3
+    assert o[..., others].isfinite().all() and ht[..., others].isfinite().all()
+
+
 @pytest.mark.gpu
 @EVERY
 def test_cuda_graph_of_sequences(op, package):

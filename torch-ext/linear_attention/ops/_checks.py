@@ -65,7 +65,8 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool =
         raise ValueError(f"q: expected a tensor on a CPU or CUDA device, got {_described(q)}")
     B, T, H, K = q.shape
     if k.shape != q.shape:
-        raise ValueError(f"k: expected q's shape [B, T, H, K] = {[B, T, H, K]}, got {_described(k)}")
+        wrong = "q" if v.shape[:2] == k.shape[:2] != q.shape[:2] else "k"  # v says which, where it can
+        raise ValueError(f"{wrong}: expected q and k of one shape [B, T, H, K], not {_described(q)}, {_described(k)}")
     if tuple(v.shape[:2]) != (B, T):
         raise ValueError(f"v: expected {v_layout} with B = {B} and T = {T} as in q, got {_described(v)}")
     HV = v.size(2)

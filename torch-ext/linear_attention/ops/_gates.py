@@ -15,19 +15,16 @@ def last_row(b_x, C):
 
 
 @kernel()
-def gate_cumsum_kernel(
-    g: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """gc, the log2 gate summed from the begin of each chunk of C tokens to a token, and gl, the sum over a chunk.
+def gate_cumsum_kernel(g: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr) -> torch.Tensor:
+    """gc, the log2 gate summed from the begin of each chunk of C tokens to a token; the last sum after a sequence.
 
-    g [B,T,H], natural logarithm, any strides, chunks: `_sequences.py` -> gc fp32 [B,H,T], gl fp32 [B,NT,H].
+    g [B,T,H], natural logarithm, any strides, chunks: `_sequences.py` -> gc fp32 [B,H,T].
     One program a chunk and a tile of heads.  The kernels with matrix products load these sums: a scan in a walk takes a
     dozen barriers a chunk.
     """
     B, T, H = g.size()
     NT = chunk_count(chunks, C, T)
     gc = torch.empty([B, H, T], dtype=torch.float32, device=g.device)
-    gl = torch.empty([B, NT, H], dtype=torch.float32, device=g.device)
     BH = hl.register_block_size(1, 64)
     for tile_h, tile_b, tile_c in hl.tile([H, B, NT], block_size=[BH, 1, 1]):
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)
@@ -35,9 +32,7 @@ def gate_cumsum_kernel(
         b_g = log2_gate(hl.load(g, [tile_b.begin, i_t, tile_h], extra_mask=(i_t < end)[:, None]))
         b_gc = torch.cumsum(b_g, 0)
         hl.store(gc, [tile_b.begin, tile_h, i_t], b_gc.transpose(0, 1), extra_mask=(i_t < fill)[None, :])
-        # the last of these sums, not one in another order: gl - gc is exactly 0 there, however strong the gates
-        gl[tile_b.begin, tile_c.begin, tile_h] = last_row(b_gc, C)
-    return gc, gl
+    return gc
 
 
 @kernel()

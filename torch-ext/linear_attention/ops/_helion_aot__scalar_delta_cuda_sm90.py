@@ -1,4 +1,4 @@
-"""Configs of the kernels of _scalar_delta.py for sm90 (measured on NVIDIA H200).
+"""Configs of the kernels of _scalar_delta.py for sm90 (derived, not measured; measured on NVIDIA H200).
 
 Rendered by tools/render_configs.py from configs/: edit those, not this file.
 """
@@ -11,59 +11,33 @@ CAPABILITY = (9, 0)
 SCALAR_DELTA_PREPARE_KERNEL = {
     "configs": [
         {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 0, 1024: 2},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), (2, 128), None, None, (2,), None, 64, 1): {
+        ((2, 128), (2, 128), None, (2,), None, 64, 1): {
             (1, 8192, 96): 0,
             (2, 16384, 16): 0,
             (4, 2048, 16): 0,
-            (4, 4096, 64): 1,
+            (4, 4096, 64): 0,
         },
-        ((2, 128), (2, 128), (2, 128), (4,), (4,), (2,), None, 64, 1): {
-            (1, 8192, 96): 1,
+        ((2, 128), (2, 128), (4,), (2,), None, 64, 1): {
+            (1, 8192, 96): 0,
             (2, 16384, 16): 0,
-            (4, 2048, 16): 1,
+            (4, 2048, 16): 0,
             (4, 4096, 64): 0,
         },
-        ((2, 256), (2, 256), (2, 256), None, None, (2,), None, 64, 1): {
+        ((2, 256), (2, 256), None, (2,), None, 64, 1): {
             (8, 2048, 32): 0,
         },
-        ((2, 256), (2, 256), (2, 256), (4,), (4,), (2,), None, 64, 1): {
-            (8, 2048, 32): 2,
-        },
-        ((2, 64), (2, 64), (2, 64), None, None, (2,), None, 64, 1): {
-            (8, 1024, 8): 1,
-        },
-        ((2, 64), (2, 64), (2, 64), (4,), (4,), (2,), None, 64, 1): {
-            (8, 1024, 8): 1,
-        },
-    },
-}
-
-SCALAR_DELTA_BWD_V_KERNEL = {
-    "configs": [
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-    ],
-    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
-    "tuned": {
-        ((2, 128), (2,), (2, 64), (2, 128), None): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 2,
-            (2, 16384, 16): 2,
-            (1, 8192, 96): 2,
-        },
-        ((2, 256), (2,), (2, 64), (2, 256), None): {
+        ((2, 256), (2, 256), (4,), (2,), None, 64, 1): {
             (8, 2048, 32): 0,
         },
-        ((2, 64), (2,), (2, 64), (2, 64), None): {
-            (8, 1024, 8): 1,
+        ((2, 64), (2, 64), None, (2,), None, 64, 1): {
+            (8, 1024, 8): 0,
+        },
+        ((2, 64), (2, 64), (4,), (2,), None, 64, 1): {
+            (8, 1024, 8): 0,
         },
     },
 }
@@ -71,35 +45,36 @@ SCALAR_DELTA_BWD_V_KERNEL = {
 SCALAR_DELTA_BWD_KERNEL = {
     "configs": [
         {'block_sizes': [64, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [128, 128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
-        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [64, 128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [32, 128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'block_sizes': [128, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
         {'block_sizes': [16, 32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 32], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 3, 1024: 4},  # bytes of the widest row -> config
+    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
     "tuned": {
-        ((2, 128), (2, 128), None, None, (2,), (2, 128), (2, 128, 128), (2, 128), (2, 128, 128), (2, 128), (4,), None, None, None, 64, 1): {
+        ((2, 128), (2, 128), (2, 128), None, (2,), (2, 128), (2, 128, 128), (2, 128), (2, 128, 128), (2, 128), None, None, None, 64, 1): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
-            (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
+            (2, 16384, 16): 1,
+            (4, 2048, 16): 1,
+            (4, 4096, 64): 1,
         },
-        ((2, 128), (2, 128), (4,), (4,), (2,), (2, 128), (2, 128, 128), (2, 128), (2, 128, 128), (2, 128), (4,), None, None, None, 64, 1): {
+        ((2, 128), (2, 128), (2, 128), (4,), (2,), (2, 128), (2, 128, 128), (2, 128), (2, 128, 128), (2, 128), None, None, None, 64, 1): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
-            (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
+            (2, 16384, 16): 2,
+            (4, 2048, 16): 1,
+            (4, 4096, 64): 2,
         },
-        ((2, 256), (2, 256), None, None, (2,), (2, 256), (2, 256, 256), (2, 256), (2, 256, 256), (2, 256), (4,), None, None, None, 64, 1): {
+        ((2, 256), (2, 256), (2, 256), None, (2,), (2, 256), (2, 256, 256), (2, 256), (2, 256, 256), (2, 256), None, None, None, 64, 1): {
             (8, 2048, 32): 1,
         },
-        ((2, 256), (2, 256), (4,), (4,), (2,), (2, 256), (2, 256, 256), (2, 256), (2, 256, 256), (2, 256), (4,), None, None, None, 64, 1): {
-            (8, 2048, 32): 1,
+        ((2, 256), (2, 256), (2, 256), (4,), (2,), (2, 256), (2, 256, 256), (2, 256), (2, 256, 256), (2, 256), None, None, None, 64, 1): {
+            (8, 2048, 32): 3,
         },
-        ((2, 64), (2, 64), None, None, (2,), (2, 64), (2, 64, 64), (2, 64), (2, 64, 64), (2, 64), (4,), None, None, None, 64, 1): {
-            (8, 1024, 8): 2,
+        ((2, 64), (2, 64), (2, 64), None, (2,), (2, 64), (2, 64, 64), (2, 64), (2, 64, 64), (2, 64), None, None, None, 64, 1): {
+            (8, 1024, 8): 0,
         },
-        ((2, 64), (2, 64), (4,), (4,), (2,), (2, 64), (2, 64, 64), (2, 64), (2, 64, 64), (2, 64), (4,), None, None, None, 64, 1): {
+        ((2, 64), (2, 64), (2, 64), (4,), (2,), (2, 64), (2, 64, 64), (2, 64), (2, 64, 64), (2, 64), None, None, None, 64, 1): {
             (8, 1024, 8): 0,
         },
     },
@@ -162,14 +137,6 @@ def key_scalar_delta_prepare_kernel(*args):
 
 def autotune_scalar_delta_prepare_kernel(*args):
     return dict(SCALAR_DELTA_PREPARE_KERNEL["configs"][_pick(SCALAR_DELTA_PREPARE_KERNEL, args)])
-
-
-def key_scalar_delta_bwd_v_kernel(*args):
-    return _pick(SCALAR_DELTA_BWD_V_KERNEL, args)
-
-
-def autotune_scalar_delta_bwd_v_kernel(*args):
-    return dict(SCALAR_DELTA_BWD_V_KERNEL["configs"][_pick(SCALAR_DELTA_BWD_V_KERNEL, args)])
 
 
 def key_scalar_delta_bwd_kernel(*args):

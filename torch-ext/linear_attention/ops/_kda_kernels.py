@@ -3,8 +3,10 @@
 A gate has a value for each channel and token.  In a chunk of C tokens gc is the log2 gate summed from the chunk's begin
 and gl its sum over the chunk; S is the state at the chunk's begin, D the gradient of the state at its end, and
 
-    A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j       qg = 2^gc q       w = X beta (2^gc k)      n = u - w S
-    L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j      kg = 2^(gl - gc) k      u = X beta v      X = (I + L)^-1
+    A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j                 qg = 2^gc q    kb = 2^gc k    kg = 2^(gl - gc) k
+    M_ij = sum_d k_id k_jd 2^(gc_id - gc_jd), i > j                  L = beta M     X = (I + L)^-1
+
+The written values n and r, the gradient of what goes into X, are those of `_delta.py`.
 """
 from __future__ import annotations
 
@@ -34,19 +36,18 @@ from ._channel_gate import (
     upper_half,
 )
 from ._sequences import chunk, chunk_count, row_values
-from ._tile import in_range, unit_lower_inverse
+from ._tile import in_range, two_parts, unit_lower_inverse
 
 
 @kernel(dot_precision="tf32x3")
 def kda_scores_kernel(
-    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor,
-    chunks: torch.Tensor | None, C: hl.constexpr, G: hl.constexpr,
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr,
+    G: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j;  L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j;
-    qg = 2^gc q;  kb = 2^gc k;  kg = 2^(gl - gc) k.  A and L without what the far kernel adds (`_channel_gate.py`).
+    """A, M, qg, kb and kg.  A and M are without what the far kernel adds (`_channel_gate.py`).
 
-    q, k [B,T,H,K], gc fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], beta [B,T,HV] -> A [B,T,HV,C], zero above the diagonal,
-    and qg, kb, kg [B,T,HV,K] in q's dtype, L fp32 [B,T,HV,C], zero on and above the diagonal.
+    q, k [B,T,H,K], gc fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K] -> A [B,T,HV,C], zero above the diagonal, and qg, kb, kg
+    [B,T,HV,K] in q's dtype, M fp32 [B,T,HV,C], zero on and above the diagonal.
     One program a value head and chunk.
     """
     B, T, HV, K = gc.size()
@@ -54,7 +55,7 @@ def kda_scores_kernel(
     NT = chunk_count(chunks, C, T)
     levels = C.bit_length() - 1
     A = torch.empty([B, T, HV, C], dtype=q.dtype, device=q.device)
-    L = torch.empty([B, T, HV, C], dtype=torch.float32, device=q.device)
+    M = torch.empty([B, T, HV, C], dtype=torch.float32, device=q.device)
     qg = torch.empty([B, T, HV, K], dtype=q.dtype, device=q.device)
     kb = torch.empty([B, T, HV, K], dtype=q.dtype, device=q.device)
     kg = torch.empty([B, T, HV, K], dtype=q.dtype, device=q.device)
@@ -68,7 +69,7 @@ def kda_scores_kernel(
         live = (i_t < end)[:, None]
         written = (i_t < fill)[:, None]
         b_A = hl.zeros([C, C], dtype=torch.float32)
-        b_L = hl.zeros([C, C], dtype=torch.float32)
+        b_M = hl.zeros([C, C], dtype=torch.float32)
         for tile_k in hl.tile(K, block_size=BK):
             b_q = hl.load(q, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
             b_k = hl.load(k, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
@@ -80,23 +81,21 @@ def kda_scores_kernel(
             b_kg = b_k.to(torch.float32) * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0))
             hl.store(kg, [i_b, i_t, i_h, tile_k], b_kg.to(kg.dtype), extra_mask=written)
             b_A = b_A + block_scores(b_q, b_k, b_gc, levels, C)
-            b_L = b_L + block_scores(b_k, b_k, b_gc, levels, C)
+            b_M = b_M + block_scores(b_k, b_k, b_gc, levels, C)
         b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
         hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
-        b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
-        b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
-        hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=written)
-    return A, L, qg, kb, kg
+        hl.store(M, [i_b, i_t, i_h, idx], torch.where(idx[:, None] > idx[None, :], b_M, 0.0), extra_mask=written)
+    return A, M, qg, kb, kg
 
 
 @kernel(dot_precision="tf32x3")
 def kda_far_scores_kernel(
-    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, A: torch.Tensor,
-    L: torch.Tensor, chunks: torch.Tensor | None, C: hl.constexpr, G: hl.constexpr,
+    q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, A: torch.Tensor, M: torch.Tensor,
+    chunks: torch.Tensor | None, C: hl.constexpr, G: hl.constexpr,
 ) -> None:
-    """Adds to A and L of kda_scores_kernel the rows and channels of q and k that are not near.  Most chunks have none.
+    """Adds to A and M of kda_scores_kernel the rows and channels of q and k that are not near.  Most chunks have none.
 
-    q, k [B,T,H,K], gc fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], beta [B,T,HV], A [B,T,HV,C], L fp32 [B,T,HV,C].
+    q, k [B,T,H,K], gc fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], A [B,T,HV,C], M fp32 [B,T,HV,C].
     One program a value head and 8 chunks.
     """
     B, T, HV, K = gc.size()
@@ -114,7 +113,7 @@ def kda_far_scores_kernel(
                 live = (i_t < end)[:, None]
                 written = (i_t < fill)[:, None]
                 b_A = hl.zeros([C, C], dtype=torch.float32)
-                b_L = hl.zeros([C, C], dtype=torch.float32)
+                b_M = hl.zeros([C, C], dtype=torch.float32)
                 for tile_k in hl.tile(K, block_size=BK):
                     if torch.amin(gl[i_b, i_c, i_h, tile_k], 0) < -reach(q.dtype):
                         b_k = hl.load(k, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
@@ -125,80 +124,65 @@ def kda_far_scores_kernel(
                         b_c = b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k], extra_mask=(i_e >= begin)[:, None])
                         b_A = b_A + block_scores(b_x, b_k, b_c, BLOCK_LEVEL, C)
                         b_A = b_A + diagonal_scores(not_within(b_x, b_c, q.dtype), b_k, C)
-                        b_L = b_L + block_scores(b_y, b_k, b_c, BLOCK_LEVEL, C)
+                        b_M = b_M + block_scores(b_y, b_k, b_c, BLOCK_LEVEL, C)
                         for level in hl.grid(first_level(b_c, q.dtype), levels):
                             i_e = torch.clamp(border(level, C) + begin, max=fill - 1)
                             b_f = torch.exp2(-torch.abs(b_gc - hl.load(gc, [i_b, i_e, i_h, tile_k])))
                             b_A = level_scores(at_level(b_x, b_c, level, q.dtype), b_k, b_A, b_f, level, C)
-                            b_L = level_scores(at_level(b_y, b_c, level, q.dtype), b_k, b_L, b_f, level, C)
+                            b_M = level_scores(at_level(b_y, b_c, level, q.dtype), b_k, b_M, b_f, level, C)
                 idx = hl.arange(C)
                 b_A = torch.where(idx[:, None] >= idx[None, :], b_A, 0.0)
                 b_A = b_A + hl.load(A, [i_b, i_t, i_h, idx], extra_mask=live).to(torch.float32)
                 hl.store(A, [i_b, i_t, i_h, idx], in_range(b_A, A.dtype), extra_mask=written)
-                b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
-                b_L = torch.where(idx[:, None] > idx[None, :], b_L * b_beta[:, None], 0.0)
-                b_L = b_L + hl.load(L, [i_b, i_t, i_h, idx], extra_mask=live)
-                hl.store(L, [i_b, i_t, i_h, idx], b_L, extra_mask=written)
+                b_M = torch.where(idx[:, None] > idx[None, :], b_M, 0.0)
+                b_M = b_M + hl.load(M, [i_b, i_t, i_h, idx], extra_mask=live)
+                hl.store(M, [i_b, i_t, i_h, idx], b_M, extra_mask=written)
 
 
 @kernel(dot_precision="tf32x3")
 def kda_solve_kernel(
-    L: torch.Tensor, kb: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, chunks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """X = (I + L)^-1;  [w, u] = X beta [kb, v].
+    M: torch.Tensor, beta: torch.Tensor, A: torch.Tensor, chunks: torch.Tensor | None
+) -> torch.Tensor:
+    """X = (I + beta M)^-1 in two parts (`_delta.py`).
 
-    L fp32 [B,T,HV,C], kb [B,T,HV,K], v [B,T,HV,V], beta [B,T,HV] -> X [B,T,HV,C], w [B,T,HV,K], u [B,T,HV,V], in v's
-    dtype.
+    M fp32 [B,T,HV,C], beta [B,T,HV], A [B,T,HV,C], whose dtype alone matters -> X [B,T,HV,2C] in it.
     One program a value head and chunk.
     """
-    B, T, HV, K = kb.size()
-    K, V, C = hl.specialize((K, v.size(3), L.size(3)))
+    B, T, HV, C = M.size()
+    C = hl.specialize(C)
     NT = chunk_count(chunks, C, T)
-    X = torch.empty([B, T, HV, C], dtype=v.dtype, device=v.device)
-    w = torch.empty([B, T, HV, K], dtype=v.dtype, device=v.device)
-    u = torch.empty([B, T, HV, V], dtype=v.dtype, device=v.device)
-    BK = hl.register_block_size(16, K)
-    BV = hl.register_block_size(16, V)
+    X = torch.empty([B, T, HV, 2 * C], dtype=A.dtype, device=A.device)
     for tile_bh, tile_c in hl.tile([B * HV, NT], block_size=[1, 1]):
         i_b = tile_bh.begin // HV
         i_h = tile_bh.begin % HV
         begin, end, fill = chunk(chunks, tile_c.begin, C, T)
         i_t = hl.arange(C) + begin
-        live = (i_t < end)[:, None]
         written = (i_t < fill)[:, None]
+        b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
+        b_L = hl.load(M, [i_b, i_t, i_h, hl.arange(C)], extra_mask=(i_t < end)[:, None]) * b_beta[:, None]
         # a product gives L the layout of the matrix unit: in a load's layout the substitution takes 4 times the
         # instructions
         b_0 = hl.zeros([C, C], dtype=torch.bfloat16)
-        b_L = hl.dot(b_0, b_0, acc=hl.load(L, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live))
-        b_X = unit_lower_inverse(b_L, C, v.dtype)
-        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], in_range(b_X, X.dtype), extra_mask=written)
-        b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
-        b_X = in_range(b_X * b_beta[None, :], v.dtype)
-        for tile_k in hl.tile(K, block_size=BK):
-            b_w = hl.dot(b_X, hl.load(kb, [i_b, i_t, i_h, tile_k], extra_mask=live), out_dtype=torch.float32)
-            hl.store(w, [i_b, i_t, i_h, tile_k], in_range(b_w, w.dtype), extra_mask=written)
-        for tile_v in hl.tile(V, block_size=BV):
-            b_u = hl.dot(b_X, hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live), out_dtype=torch.float32)
-            hl.store(u, [i_b, i_t, i_h, tile_v], in_range(b_u, u.dtype), extra_mask=written)
-    return X, w, u
+        b_L = hl.dot(b_0, b_0, acc=b_L)
+        b_X, b_low = two_parts(unit_lower_inverse(b_L, C, X.dtype), X.dtype)
+        hl.store(X, [i_b, i_t, i_h, hl.arange(C)], b_X, extra_mask=written)
+        hl.store(X, [i_b, i_t, i_h, hl.arange(C) + C], b_low, extra_mask=written)
+    return X
 
 
 @kernel(dot_precision="tf32x3")
 def kda_bwd_v_kernel(
-    X: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, n: torch.Tensor, do: torch.Tensor, dn: torch.Tensor,
-    chunks: torch.Tensor | None, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """r = X^T dn;  dv = beta r;  dA = scale do n^T and dL = -r n^T for i >= j, mirrored above;
-    dbeta = sum_V r v.
+    v: torch.Tensor, n: torch.Tensor, do: torch.Tensor, r: torch.Tensor, M: torch.Tensor, chunks: torch.Tensor | None,
+    scale: float, C: hl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dA = scale do n^T and dL = -r n^T for i >= j, mirrored above;  dbeta_i = r_i . v_i + sum_j dL_ij M_ij.
 
-    X [B,T,HV,C], v, n, do, dn [B,T,HV,V], beta [B,T,HV] -> r, dv [B,T,HV,V], dA, dL [B,T,HV,C], in v's dtype, the V
-    part of dbeta fp32 [B,T,HV].  One program a value head and chunk.
+    v, n, do, r [B,T,HV,V], M fp32 [B,T,HV,C] -> dA, dL [B,T,HV,C] in v's dtype, dbeta but for what comes through S
+    fp32 [B,T,HV].  One program a value head and chunk.
     """
     B, T, HV, V = v.size()
-    V, C = hl.specialize((V, X.size(3)))
+    V = hl.specialize(V)
     NT = chunk_count(chunks, C, T)
-    r = torch.empty([B, T, HV, V], dtype=v.dtype, device=v.device)
-    dv = torch.empty([B, T, HV, V], dtype=v.dtype, device=v.device)
     dA = torch.empty([B, T, HV, C], dtype=v.dtype, device=v.device)
     dL = torch.empty([B, T, HV, C], dtype=v.dtype, device=v.device)
     dbeta = torch.empty([B, T, HV], dtype=torch.float32, device=v.device)
@@ -210,25 +194,23 @@ def kda_bwd_v_kernel(
         i_t = hl.arange(C) + begin
         live = (i_t < end)[:, None]
         written = (i_t < fill)[:, None]
-        b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live).transpose(0, 1)
-        b_beta = row_values(beta, i_b, i_t, i_h, end, fill)[:, None]
         b_dA = hl.zeros([C, C], dtype=torch.float32)
         b_dL = hl.zeros([C, C], dtype=torch.float32)
         b_dbeta = hl.zeros([C], dtype=torch.float32)
         for tile_v in hl.tile(V, block_size=BV):
             b_n = hl.load(n, [i_b, i_t, i_h, tile_v], extra_mask=live).transpose(0, 1)
             b_dA = hl.dot(hl.load(do, [i_b, i_t, i_h, tile_v], extra_mask=live), b_n, acc=b_dA)
-            b_r = hl.dot(b_X, hl.load(dn, [i_b, i_t, i_h, tile_v], extra_mask=live), out_dtype=torch.float32)
-            hl.store(r, [i_b, i_t, i_h, tile_v], in_range(b_r, r.dtype), extra_mask=written)
-            hl.store(dv, [i_b, i_t, i_h, tile_v], (b_r * b_beta).to(dv.dtype), extra_mask=written)
-            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live).to(torch.float32)
-            b_dbeta = b_dbeta + torch.sum(b_r * b_v, 1)
-            b_dL = hl.dot(in_range(b_r, v.dtype), b_n, acc=b_dL)
+            b_r = hl.load(r, [i_b, i_t, i_h, tile_v], extra_mask=live)
+            b_dL = hl.dot(b_r, b_n, acc=b_dL)
+            b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live)
+            b_dbeta = b_dbeta + torch.sum(b_r.to(torch.float32) * b_v.to(torch.float32), 1)
         b_dA = mirrored(in_range(b_dA * scale, dA.dtype), C)
         hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], b_dA, extra_mask=written)
+        b_M = hl.load(M, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
+        b_dbeta = b_dbeta - torch.sum(b_dL * b_M, 1)  # of dL as it is before its rounding: these terms may cancel
         hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], mirrored(in_range(-b_dL, dL.dtype), C), extra_mask=written)
         hl.store(dbeta, [i_b, i_t, i_h], b_dbeta, extra_mask=i_t < fill)
-    return r, dv, dA, dL, dbeta
+    return dA, dL, dbeta
 
 
 @kernel(dot_precision="tf32x3")
@@ -241,14 +223,14 @@ def kda_bwd_qk_kernel(
 
     dq_i = x_i + sum_j dA_ij e_ij k_j
     dk_i = y_i + beta_i z_i + sum_j (dA_ji e_ji q_j + beta_j dL_ji e_ji k_j + beta_i dL_ij e_ij k_j)
-    dbeta_i = k_i . z_i + sum_j dL_ij L_ij / beta_i
+    dbeta_i = k_i . z_i, what comes through S
     dg_t = sum_{i>=t>j} (q_i dA_ij + beta_i k_i dL_ij) e_ij k_j
          + sum_{i>=t} (q x + beta k z)_i + sum_{j<t} (k y)_j + rest 2^gl sum_V S D,
-    with every sum of dg in each channel.  The division by beta is only notation.
+    with every sum of dg in each channel.
 
     q, k [B,T,H,K], gc fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], beta [B,T,HV], do, n, r [B,T,HV,V], dA, dL [B,T,HV,C],
-    S, D [B,NT,HV,K,V] -> dq, dk [B,T,HV,K], of a value head each, in q's dtype, dg fp32, the K part of dbeta, fp32
-    [NK,B,T,HV], a K tile each.  G = HV / H.
+    S, D [B,NT,HV,K,V] -> dq, dk [B,T,HV,K], of a value head each, in q's dtype, dg fp32, dbeta fp32 [NK,B,T,HV], of a
+    K tile each.  G = HV / H.
     One program a value head, chunk and K tile.
     """
     B, T, HV, K = gc.size()
@@ -294,14 +276,13 @@ def kda_bwd_qk_kernel(
         b_dq, b_dk = diagonal_gradients(b_q, b_k, b_dA, C)
         b_dq = b_dq + b_u + b_x
         b_dk = b_dk + b_v + b_y
-        b_dw = b_dw + b_z
         b_dg = block_gate_sums(b_p + b_q.to(torch.float32) * b_x + b_kb * b_z, levels, q.dtype, C)
         b_dg = b_dg + later_gate_sums(b_k.to(torch.float32) * b_y, q.dtype, C)
         b_dg = torch.where(live, b_dg + (b_SD * torch.exp2(b_gl) * rest)[None, :], 0.0)
         hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=written)
-        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + b_dw * b_beta).to(dk.dtype), extra_mask=written)
+        hl.store(dk, [i_b, i_t, i_h, tile_k], (b_dk + (b_dw + b_z) * b_beta).to(dk.dtype), extra_mask=written)
         hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=written)
-        b_dbeta = torch.sum(b_k.to(torch.float32) * b_dw, 1)
+        b_dbeta = torch.sum(b_k.to(torch.float32) * b_z, 1)
         hl.store(dbeta, [tile_k.begin // BK, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < fill)
     return dq, dk, dg, dbeta
 
@@ -309,13 +290,13 @@ def kda_bwd_qk_kernel(
 @kernel(dot_precision="tf32x3")
 def kda_far_bwd_qk_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor, gl: torch.Tensor, beta: torch.Tensor, dA: torch.Tensor,
-    dL: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor,
-    chunks: torch.Tensor | None, C: hl.constexpr, G: hl.constexpr,
+    dL: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, chunks: torch.Tensor | None,
+    C: hl.constexpr, G: hl.constexpr,
 ) -> None:
-    """Adds to dq, dk, dg and dbeta of kda_bwd_qk_kernel what comes through kda_far_scores_kernel.
+    """Adds to dq, dk and dg of kda_bwd_qk_kernel what comes through kda_far_scores_kernel.
 
-    q, k [B,T,H,K], dq, dk [B,T,HV,K], gc, dg fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], beta [B,T,HV], dA, dL [B,T,HV,C],
-    dbeta fp32 [NK,B,T,HV], of which the first tile takes the sum over K.  One program a value head and 8 chunks.
+    q, k [B,T,H,K], dq, dk [B,T,HV,K], gc, dg fp32 [B,T,HV,K], gl fp32 [B,NT,HV,K], beta [B,T,HV], dA, dL [B,T,HV,C].
+    One program a value head and 8 chunks.
     """
     B, T, HV, K = gc.size()
     K = hl.specialize(K)
@@ -332,7 +313,6 @@ def kda_far_bwd_qk_kernel(
                 live = (i_t < end)[:, None]
                 written = (i_t < fill)[:, None]
                 b_beta = row_values(beta, i_b, i_t, i_h, end, fill)[:, None]
-                b_dbeta = hl.load(dbeta, [0, i_b, i_t, i_h], extra_mask=i_t < end)
                 for tile_k in hl.tile(K, block_size=BK):
                     if torch.amin(gl[i_b, i_c, i_h, tile_k], 0) < -reach(q.dtype):
                         b_dA = hl.load(dA, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
@@ -357,7 +337,6 @@ def kda_far_bwd_qk_kernel(
                             b_dg = b_dg + level_gate_sums(b_s + b_t, level, q.dtype, C)
                         b_dq = not_within(b_dq, b_gc, q.dtype)
                         b_dw = not_within(b_dw, b_gc, q.dtype)
-                        b_dbeta = b_dbeta + torch.sum(b_k.to(torch.float32) * b_dw, 1)
                         b_dq = b_dq + hl.load(dq, [i_b, i_t, i_h, tile_k], extra_mask=live).to(torch.float32)
                         hl.store(dq, [i_b, i_t, i_h, tile_k], b_dq.to(dq.dtype), extra_mask=written)
                         b_dk = b_dk + b_dw * b_beta
@@ -365,4 +344,3 @@ def kda_far_bwd_qk_kernel(
                         hl.store(dk, [i_b, i_t, i_h, tile_k], b_dk.to(dk.dtype), extra_mask=written)
                         b_dg = b_dg + hl.load(dg, [i_b, i_t, i_h, tile_k], extra_mask=live)
                         hl.store(dg, [i_b, i_t, i_h, tile_k], b_dg, extra_mask=written)
-                hl.store(dbeta, [0, i_b, i_t, i_h], b_dbeta, extra_mask=i_t < fill)

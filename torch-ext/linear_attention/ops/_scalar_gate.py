@@ -340,7 +340,7 @@ def scalar_gate_fwd(
     None) and their table.
     """
     C, sequences, split = _chunk(q, g is not None or head_decay), tables.sequences, split_scale(scale)
-    gc = None if g is None else gate_cumsum_kernel(g, tables.chunks, C)[0]
+    gc = None if g is None else gate_cumsum_kernel(g, tables.chunks, C)
     if head_decay:
         gc = head_decay_kernel(q, tables.chunks, C)
     L = segment_length(v, C)

@@ -17,13 +17,20 @@ def log2_gate(b_g):
 
 
 def in_range(b_x, dtype):
-    """b_x in dtype; in fp16 what is beyond its range becomes its largest number.
+    """b_x in dtype; in fp16 what is beyond its range, but not infinite, becomes its largest number.
 
-    A chunk's products meet what later tokens left with zeros: zero times infinity would reach earlier tokens.
+    A chunk's products meet what later tokens left with zeros: zero times infinity would reach earlier tokens.  An
+    infinity in b_x comes of one in the inputs, which is not to be hidden.
     """
     if dtype == torch.float16:
-        b_x = torch.clamp(b_x, min=-65504.0, max=65504.0)
+        b_x = torch.where(torch.abs(b_x) < float("inf"), torch.clamp(b_x, min=-65504.0, max=65504.0), b_x)
     return b_x.to(dtype)
+
+
+def two_parts(b_x, dtype):
+    """b_x, fp32, as the sum of two tiles in dtype: twice the digits of one."""
+    b_high = in_range(b_x, dtype)
+    return b_high, in_range(b_x - b_high.to(torch.float32), dtype)
 
 
 def decayed(b_x, b_gc, mask):
@@ -53,14 +60,13 @@ def diagonal_inverse(b_L, C):
     return torch.where(same, b_X[:, :, None, :], 0.0).reshape([C, C])
 
 
-def bf16x3_dot(b_x, b_y, dtype):
-    """x y of fp32 tiles for an operator in dtype; in fp32 by the kernel's dot_precision, which is to be tf32x3 or ieee.
+def precise_dot(b_x, b_y, dtype):
+    """x y of fp32 tiles for an operator in dtype, by the kernel's dot_precision, which is to be tf32x3 or ieee.
 
-    Else off by some 2^-14 of |x| |y|, in three bf16 products, smallest first: of the upper halves of their bits, cut
-    off so that nothing overflows, and of what is left.  Enough where the result is rounded to bf16 or fp16, and faster
-    than tf32x3.
+    In bf16 off by some 2^-14 of |x| |y|, in three bf16 products, smallest first: of the upper halves of their bits, cut
+    off so that nothing overflows, and of what is left.  Enough for bf16, and faster than tf32x3; not for fp16.
     """
-    if dtype == torch.float32:
+    if dtype != torch.bfloat16:
         return hl.dot(b_x, b_y)
     b_xh = (b_x.view(torch.int32) & UPPER_HALF).view(torch.float32)
     b_yh = (b_y.view(torch.int32) & UPPER_HALF).view(torch.float32)
@@ -81,6 +87,6 @@ def unit_lower_inverse(b_L, C, dtype):
     """
     b_Xd = diagonal_inverse(b_L, C)
     blk = hl.arange(C) // 16
-    b_Y = bf16x3_dot(b_Xd, torch.where(blk[:, None] != blk[None, :], b_L, 0.0), dtype)
-    b_Z = b_Xd + bf16x3_dot(b_Y, bf16x3_dot(b_Y, b_Xd, dtype), dtype)
-    return b_Z - bf16x3_dot(b_Y, b_Z, dtype)
+    b_Y = precise_dot(b_Xd, torch.where(blk[:, None] != blk[None, :], b_L, 0.0), dtype)
+    b_Z = b_Xd + precise_dot(b_Y, precise_dot(b_Y, b_Xd, dtype), dtype)
+    return b_Z - precise_dot(b_Y, b_Z, dtype)

@@ -2,7 +2,7 @@
 
 The output is `o_t = scale S_t^T q_t`; a gate has a value for each channel and token.  The chunk equations
 are in `_kda_kernels.py` and `_delta.py`.  The forward turns q, k, v, g and beta into what a walk along the sequence
-needs and walks with the state on chip, writing no state.  The backward walks once each way, to write S, n and D, dn for
+needs and walks with the state on chip, writing no state.  The backward walks once each way, to write S, n and D, r for
 every chunk; then all chunks are independent.
 """
 from __future__ import annotations
@@ -63,13 +63,12 @@ class Gate(NamedTuple):
 
 
 def _prepare(q, k, v, g, beta, gate, chunks):
-    """gc, gl, A, qg, kg, X, w, u.  Temporaries go as early as they can."""
+    """gc, gl, A, M, X, qg, kb and kg."""
     C, G = _chunk(q), v.size(2) // q.size(2)
     gc, gl = channel_gate_cumsum_kernel(g, gate.A_log, gate.dt_bias, chunks, gate.lower_bound, C, gate.activate)
-    A, L, qg, kb, kg = kda_scores_kernel(q, k, gc, gl, beta, chunks, C, G)
-    kda_far_scores_kernel(q, k, gc, gl, beta, A, L, chunks, C, G)
-    X, w, u = kda_solve_kernel(L, kb, v, beta, chunks)
-    return gc, gl, A, qg, kg, X, w, u
+    A, M, qg, kb, kg = kda_scores_kernel(q, k, gc, gl, chunks, C, G)
+    kda_far_scores_kernel(q, k, gc, gl, A, M, chunks, C, G)
+    return gc, gl, A, M, kda_solve_kernel(M, beta, A, chunks), qg, kb, kg
 
 
 def chunk_kda_fwd(
@@ -77,8 +76,8 @@ def chunk_kda_fwd(
     h0: torch.Tensor | None, gate: Gate, scale: float, tables: Tables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B,T,HV,V] in v's dtype and ht fp32 [N,HV,K,V]."""
-    _, gl, A, qg, kg, _, w, u = _prepare(q, k, v, g, beta, gate, tables.chunks)
-    return delta_fwd_o_kernel(qg, kg, w, u, A, gl, h0, tables.sequences, scale)
+    _, gl, A, _, X, qg, kb, kg = _prepare(q, k, v, g, beta, gate, tables.chunks)
+    return delta_fwd_o_kernel(qg, kb, kg, v, A, X, beta, None, gl, h0, tables.sequences, scale, 1)
 
 
 def chunk_kda_bwd(
@@ -88,17 +87,17 @@ def chunk_kda_bwd(
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias in their inputs' dtypes and dh0 in fp32."""
     C, G, split = _chunk(q), v.size(2) // q.size(2), split_scale(scale)
     sequences, chunks = tables
-    gc, gl, A, qg, kg, X, w, u = _prepare(q, k, v, g, beta, gate, chunks)
-    S, n = delta_fwd_state_kernel(kg, w, u, gl, h0, sequences, C)
-    del u
-    D, dn, dh0 = delta_bwd_state_kernel(qg, kg, w, A, do, gl, dht, sequences, *split)
-    del qg, kg, w, A
-    r, dv, dA, dL, dbeta_v = kda_bwd_v_kernel(X, v, beta, n, do, dn, chunks, scale)
-    del X, dn
+    gc, gl, A, M, X, qg, kb, kg = _prepare(q, k, v, g, beta, gate, chunks)
+    D, r, dv, dh0 = delta_bwd_state_kernel(qg, kb, kg, A, X, beta, do, None, gl, dht, sequences, *split, 1)
+    del qg, A
+    S, n = delta_fwd_state_kernel(kb, kg, v, X, beta, None, gl, h0, sequences, 1)
+    del kb, kg, X
+    dA, dL, dbeta = kda_bwd_v_kernel(v, n, do, r, M, chunks, scale, C)
+    del M
     dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, gc, gl, beta, do, n, r, dA, dL, S, D, chunks, scale, split[1], C, G)
     del S, D, n, r
-    kda_far_bwd_qk_kernel(q, k, gc, gl, beta, dA, dL, dq, dk, dg, dbeta_k, chunks, C, G)
-    dbeta = (dbeta_k.sum(0) + dbeta_v).to(beta.dtype)
+    kda_far_bwd_qk_kernel(q, k, gc, gl, beta, dA, dL, dq, dk, dg, chunks, C, G)
+    dbeta = (dbeta + dbeta_k.sum(0)).to(beta.dtype)
     dq, dk = sum_of_group(dq, G), sum_of_group(dk, G)
     if not gate.activate:
         return dq, dk, dv, dg.to(g.dtype), dbeta, None, None, dh0
