@@ -240,9 +240,9 @@ def backward(saved, do, dht=None):
     pairs, reads = [(dA, q)], [q * dq_state]
     if beta is not None:
         r = torch.stack(r, 2)
-        dv = beta * r
-        dL = -(rounded(r) @ n.mT).tril(-1)
-        dwb = -(rounded(r) @ S.mT)
+        dv, r = beta * r, rounded(r)
+        dL = -(r @ n.mT).tril(-1)
+        dwb = -(r @ S.mT)
         dbeta = (r * v).sum(-1) + (dwb * in_decay * k).sum(-1) + (dL * pair_scores(k, k, gc, rounded)).sum(-1)
         da, db, dg_L = pair_gradients(beta * dL, k, k, gc, rounded)
         dk, dg = dk + da + db + beta * in_decay * dwb, dg + dg_L

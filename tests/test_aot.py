@@ -92,6 +92,7 @@ def test_present_cpu_kernels_are_kept(aot, monkeypatch):
     ((2, 100, 4, 64), (2**31, 256, 64, 1), True),
     ((16, 16384, 64, 128), None, True),  # 2**31 elements
     ((2, 16384, 128, 256), None, True),  # half of that, but the states of its chunks have 2**32
+    ((2, 65600, 128, 64), None, True),  # half of that, but an inverse in two parts has 128 columns
     ((600, 65, 32, 256), None, True),  # 2 chunks a row: states of 2.5e9 elements
     ((1100, 1, 32, 256), None, True),  # final states of 2.3e9
 ])

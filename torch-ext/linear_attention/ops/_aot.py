@@ -63,7 +63,7 @@ def _rendered(source: pathlib.Path, device: torch.device) -> types.ModuleType:
 def _reach(args: tuple) -> int:
     """The largest element offset in an argument, or in an output as large as these kernels make them.
 
-    An output has the arguments' rows with at most 64 columns, or a K x V state for every sequence, head and chunk.  A
+    An output has the arguments' rows with at most 128 columns, or a K x V state for every sequence, head and chunk.  A
     chunk's length is the least of the integer arguments of at least 16 and of the widths that it can be; a table of
     sequences adds a chunk for each row.
     """
@@ -76,7 +76,7 @@ def _reach(args: tuple) -> int:
     rows = max((x.numel() // x.shape[3] for x in tokens), default=0)
     more = max((x.shape[0] for x in tensors if x.dtype == torch.int32), default=0)
     states = max((x.shape[2] * (x.shape[0] * -(-x.shape[1] // C) + more) for x in tokens), default=0)
-    return max(inputs, rows * max(64, width), states * width**2)
+    return max(inputs, rows * max(128, width), states * width**2)
 
 
 def _aliases(args: tuple) -> tuple[int, ...]:

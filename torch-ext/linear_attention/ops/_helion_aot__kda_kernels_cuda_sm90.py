@@ -1,4 +1,4 @@
-"""Configs of the kernels of _kda_kernels.py for sm90 (derived, not measured; measured on NVIDIA H200).
+"""Configs of the kernels of _kda_kernels.py for sm90 (measured on NVIDIA H200).
 
 Rendered by tools/render_configs.py from configs/: edit those, not this file.
 """
@@ -58,17 +58,18 @@ KDA_FAR_SCORES_KERNEL = {
 KDA_SOLVE_KERNEL = {
     "configs": [
         {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
         ((4, 64), (2,), (2, 64), None): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
-            (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
-            (8, 2048, 32): 0,
+            (8, 2048, 32): 1,
+            (2, 16384, 16): 1,
             (8, 1024, 8): 0,
+            (4, 2048, 16): 0,
+            (4, 4096, 64): 1,
         },
     },
 }
@@ -83,10 +84,10 @@ KDA_BWD_V_KERNEL = {
     "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (2, 128), (2, 128), (4, 64), None, None, 64): {
-            (1, 8192, 96): 0,
             (2, 16384, 16): 0,
             (4, 2048, 16): 0,
             (4, 4096, 64): 0,
+            (1, 8192, 96): 0,
         },
         ((2, 256), (2, 256), (2, 256), (2, 256), (4, 64), None, None, 64): {
             (8, 2048, 32): 0,
