@@ -154,6 +154,8 @@ GROUPS = (
     dict(HV=4, l2norm=True, dtype="fp32"),
     dict(HV=4, l2norm=True, lengths=(20, 0, 70), tail=5),
     dict(HV=6, H=1, layout="head_first"),
+    # dbeta of the gated delta rule is one number, the sum of terms of 30 times its size
+    dict(HV=1, H=1, T=1, K=20, V=20, h0=False, ht=False, roots="o"),
 )
 PREAMBLES = (
     dict(preamble="gate+rate+bias"),

@@ -14,7 +14,8 @@ gradient of the state at its end.  Tokens are rows, and P(a, b)_ij = sum_d a_id 
     dn = scale A^T do + kg D,  r = X^T dn,  D <- 2^gl D + scale qg^T do - kb^T (beta r)
     dA = scale tril(do n^T),  dL = -strict_tril(r n^T),  dv = beta r (or dn),  and from those dq, dk, dbeta, dg
 
-X is the sum of two tensors in q's dtype, the only operand with twice the digits.
+X is the sum of two tensors in q's dtype, the only operand with twice the digits.  Where scale is unit, a power of two,
+times rest, D, dn and r are kept without rest: rounded with it, equal numbers would all be off by the same.
 
 A gate's gradient is a sum over all that decays through its token t, without terms that cancel: pairs i >= t > j, tokens
 i >= t with the state before them, tokens j < t with the state after them, and the state before with the state after.
@@ -22,6 +23,7 @@ i >= t with the state before them, tokens j < t with the state after them, and t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -221,16 +223,18 @@ def backward(saved, do, dht=None):
     T, gl = do.size(1), gc[..., -1:, :]
     in_decay, out_decay = torch.exp2(gc), torch.exp2(gl - gc)
     do = in_chunks(do.to(sums))
-    dstate = torch.zeros_like(S[:, :, 0]) if dht is None else dht.to(sums)
+    unit = math.copysign(2.0 ** (math.frexp(scale)[1] - 1), scale) if scale else 0.0
+    rest = scale / unit if scale else 1.0
+    dstate = torch.zeros_like(S[:, :, 0]) if dht is None else dht.to(sums) / rest
     D, dn, r = [None] * q.size(2), [None] * q.size(2), [None] * q.size(2)
     for c in reversed(range(q.size(2))):
         D[c] = rounded(dstate)
-        dn[c] = scale * (A[:, :, c].mT @ do[:, :, c]) + kg[:, :, c] @ D[c]
-        dstate = dstate * torch.exp2(gl[:, :, c].mT) + scale * (qg[:, :, c].mT @ do[:, :, c])
+        dn[c] = unit * (A[:, :, c].mT @ do[:, :, c]) + kg[:, :, c] @ D[c]
+        dstate = dstate * torch.exp2(gl[:, :, c].mT) + unit * (qg[:, :, c].mT @ do[:, :, c])
         if beta is not None:
             r[c] = X[:, :, c].mT @ rounded(dn[c])
             dstate = dstate - kb[:, :, c].mT @ rounded(beta[:, :, c] * r[c])
-    D, dv = torch.stack(D, 2), torch.stack(dn, 2)
+    D, dv = rest * torch.stack(D, 2), rest * torch.stack(dn, 2)
 
     dA = scale * (do @ n.mT).tril()
     dq_state = in_decay * scale * (do @ S.mT)
@@ -240,7 +244,7 @@ def backward(saved, do, dht=None):
     pairs, reads = [(dA, q)], [q * dq_state]
     if beta is not None:
         r = torch.stack(r, 2)
-        dv, r = beta * r, rounded(r)
+        dv, r = rest * beta * r, rest * rounded(r)
         dL = -(r @ n.mT).tril(-1)
         dwb = -(r @ S.mT)
         dbeta = (r * v).sum(-1) + (dwb * in_decay * k).sum(-1) + (dL * pair_scores(k, k, gc, rounded)).sum(-1)
@@ -269,5 +273,5 @@ def backward(saved, do, dht=None):
             terms = terms + sum(absolute_pair_terms(dP, a, k, gc) for dP, a in pairs)
             out["g_terms"] = in_tokens(terms, T).reshape(inputs["g"].shape)
     if inputs.get("initial_state") is not None:
-        out["initial_state"] = dstate
+        out["initial_state"] = rest * dstate
     return out if exact else {name: x.to(inputs[name].dtype) for name, x in out.items()}

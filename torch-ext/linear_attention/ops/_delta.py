@@ -160,7 +160,7 @@ def delta_bwd_state_kernel(
     """The gradient D of the state at every chunk's end, r, dv and dh0, in one walk back.
 
     q, k [B,T,HV/G,K], kg [B,T,HV,K], A [B,T,HV,C], beta [B,T,HV], do [B,T,HV,V], dht [N,HV,K,V]
-    -> D [B,NT,HV,K,V] without rest in do's dtype, r, dv as do, dh0 fp32 [N,HV,K,V].
+    -> D [B,NT,HV,K,V] in do's dtype and r as do, both without rest, dv as do, dh0 fp32 [N,HV,K,V].
     """
     B, T, HV, V = do.size()
     K, V, C = hl.specialize((k.size(3), V, A.size(3)))
@@ -219,7 +219,7 @@ def delta_bwd_state_kernel(
             b_r = hl.dot(b_dn, b_X, out_dtype=torch.float32)
             b_X = hl.load(X, [i_b, i_t, i_h, hl.arange(C) + C], extra_mask=live)
             b_r = hl.dot(b_dn, b_X, acc=b_r)
-            hl.store(r, [i_b, i_t, i_h, tile_v], in_range(b_r * rest, r.dtype).transpose(0, 1), extra_mask=written)
+            hl.store(r, [i_b, i_t, i_h, tile_v], in_range(b_r, r.dtype).transpose(0, 1), extra_mask=written)
             b_r = b_r * b_beta[None, :]
             hl.store(dv, [i_b, i_t, i_h, tile_v], (b_r * rest).to(dv.dtype).transpose(0, 1), extra_mask=written)
             if gc is not None:

@@ -173,9 +173,9 @@ def kda_solve_kernel(
 @kernel(dot_precision="tf32x3")
 def kda_bwd_v_kernel(
     v: torch.Tensor, n: torch.Tensor, do: torch.Tensor, r: torch.Tensor, M: torch.Tensor, chunks: torch.Tensor | None,
-    scale: float, C: hl.constexpr,
+    scale: float, rest: float, C: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dA = scale do n^T and dL = -r n^T for i >= j, mirrored above;  dbeta_i = r_i . v_i + sum_j dL_ij M_ij.
+    """dA = scale do n^T and dL = -rest r n^T for i >= j, mirrored above;  dbeta_i = rest r_i . v_i + sum_j dL_ij M_ij.
 
     v, n, do, r [B,T,HV,V], M fp32 [B,T,HV,C] -> dA, dL [B,T,HV,C] in v's dtype, dbeta but for what comes through S
     fp32 [B,T,HV].  One program a value head and chunk.
@@ -206,9 +206,10 @@ def kda_bwd_v_kernel(
             b_dbeta = b_dbeta + torch.sum(b_r.to(torch.float32) * b_v.to(torch.float32), 1)
         b_dA = mirrored(in_range(b_dA * scale, dA.dtype), C)
         hl.store(dA, [i_b, i_t, i_h, hl.arange(C)], b_dA, extra_mask=written)
+        b_dL = b_dL * -rest
         b_M = hl.load(M, [i_b, i_t, i_h, hl.arange(C)], extra_mask=live)
-        b_dbeta = b_dbeta - torch.sum(b_dL * b_M, 1)  # of dL as it is before its rounding: these terms may cancel
-        hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], mirrored(in_range(-b_dL, dL.dtype), C), extra_mask=written)
+        b_dbeta = b_dbeta * rest + torch.sum(b_dL * b_M, 1)  # dL not yet rounded: these terms may cancel
+        hl.store(dL, [i_b, i_t, i_h, hl.arange(C)], mirrored(in_range(b_dL, dL.dtype), C), extra_mask=written)
         hl.store(dbeta, [i_b, i_t, i_h], b_dbeta, extra_mask=i_t < fill)
     return dA, dL, dbeta
 
@@ -219,7 +220,7 @@ def kda_bwd_qk_kernel(
     n: torch.Tensor, r: torch.Tensor, dA: torch.Tensor, dL: torch.Tensor, S: torch.Tensor, D: torch.Tensor,
     chunks: torch.Tensor | None, scale: float, rest: float, C: hl.constexpr, G: hl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With x = scale 2^gc do S^T, y = rest 2^(gl - gc) n D^T, z = -2^gc r S^T and e_ij = 2^(gc_i - gc_j):
+    """With x = scale 2^gc do S^T, y = rest 2^(gl - gc) n D^T, z = -rest 2^gc r S^T and e_ij = 2^(gc_i - gc_j):
 
     dq_i = x_i + sum_j dA_ij e_ij k_j
     dk_i = y_i + beta_i z_i + sum_j (dA_ji e_ji q_j + beta_j dL_ji e_ji k_j + beta_i dL_ij e_ij k_j)
@@ -271,7 +272,7 @@ def kda_bwd_qk_kernel(
         b_kb = b_k.to(torch.float32) * b_beta
         b_x = b_x * torch.exp2(b_gc) * scale
         b_y = b_y * torch.exp2(torch.clamp(b_gl[None, :] - b_gc, max=0.0)) * rest
-        b_z = -b_z * torch.exp2(b_gc)
+        b_z = b_z * torch.exp2(b_gc) * -rest
         b_u, b_v, b_dw, b_p = block_key_gradients(b_q, b_kb, b_k, b_dA, b_dL, b_gc, levels, C)
         b_dq, b_dk = diagonal_gradients(b_q, b_k, b_dA, C)
         b_dq = b_dq + b_u + b_x

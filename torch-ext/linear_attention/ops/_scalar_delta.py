@@ -78,10 +78,10 @@ def scalar_delta_bwd_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of a chunk but dv.  With decay_ij = 2^(gc_i - gc_j) and db the gradient of beta k through S:
 
-        P = scale tril(do n^T) . decay        R = -stril(r n^T) . decay        db = -2^gc r S^T
+        P = scale tril(do n^T) . decay     R = -rest stril(r n^T) . decay     db = -rest 2^gc r S^T
         dq = scale 2^gc do S^T + P k
         dk = rest 2^(gl - gc) n D^T + beta db + P^T q + (beta R + (beta R)^T) k
-        dbeta_i = r_i . v_i + db_i . k_i + sum_j R_ij k_i . k_j
+        dbeta_i = rest r_i . v_i + db_i . k_i + sum_j R_ij k_i . k_j
         dg_t = sum_{i >= t} sum_{j < t} W_ij + sum_{i >= t} x_i + sum_{j < t} y_j + rest 2^gl sum(S . D)
 
     W_ij = P_ij q_i . k_j + beta_i R_ij k_i . k_j for i > j; x and y hold the terms of dq . q + beta db . k through S
@@ -122,7 +122,8 @@ def scalar_delta_bwd_kernel(
             b_v = hl.load(v, [i_b, i_t, i_h, tile_v], extra_mask=live)
             b_dbeta = b_dbeta + torch.sum(b_r.to(torch.float32) * b_v.to(torch.float32), 1)
         b_P = b_P * scale
-        b_R = -b_R
+        b_R = b_R * -rest
+        b_dbeta = b_dbeta * rest
         if gc is None:
             b_P = torch.where(lower, b_P, 0.0)
             b_R = torch.where(strict, b_R, 0.0)
@@ -169,7 +170,7 @@ def scalar_delta_bwd_kernel(
                     b_z = b_z + torch.sum(torch.sum(b_S.to(torch.float32) * b_D.to(torch.float32), 1), 0)
             b_q = hl.load(q, [i_b, i_t, i_h // G, tile_k], extra_mask=live)
             b_dq = b_dq * scale
-            b_dk = -b_dk
+            b_dk = b_dk * -rest
             b_dkD = b_dkD * rest
             if gc is not None:
                 b_dq = b_dq * b_from[:, None]

@@ -92,7 +92,7 @@ def chunk_kda_bwd(
     del qg, A
     S, n = delta_fwd_state_kernel(kb, kg, v, X, beta, None, gl, h0, sequences, 1)
     del kb, kg, X
-    dA, dL, dbeta = kda_bwd_v_kernel(v, n, do, r, M, chunks, scale, C)
+    dA, dL, dbeta = kda_bwd_v_kernel(v, n, do, r, M, chunks, scale, split[1], C)
     del M
     dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, gc, gl, beta, do, n, r, dA, dL, S, D, chunks, scale, split[1], C, G)
     del S, D, n, r
