@@ -13,7 +13,8 @@ are alike make of n and r differences that nearly cancel over a chunk, and of X 
 [B,T,HV,2C] is the sum of two parts, each an operand of a product (`two_parts`).  The walk back keeps D, dn and r
 without rest, where scale is unit times rest (`split_scale`).  A gate of a value a head stays a factor of rows, gc fp32
 [B,HV,T].  One of a value a channel is in q, k and kg already, 2^gc q, 2^gc k and 2^(gl - gc) k, and gl is fp32
-[B,NT,HV,K].  Otherwise kg is None, for k; without a gate gc and gl are None.
+[B,NT,HV,K].  Otherwise kg is None, for k; without a gate gc and gl are None.  beta lies as gc does: of 16-bit numbers
+that are HV apart the compiler makes no asynchronous copy, and each chunk would wait for them.
 
 Each kernel runs one program for a sequence, value head and tile of V, with the state transposed on chip, [BV, K] in
 fp32: so the state, e and n are first operands, which stay in registers.
@@ -24,7 +25,7 @@ import helion.language as hl
 import torch
 
 from ._aot import kernel
-from ._sequences import all_chunks, row_values, sequence, sequence_count, unless_empty
+from ._sequences import all_chunks, sequence, sequence_count, unless_empty
 from ._tile import in_range
 
 
@@ -36,7 +37,7 @@ def delta_fwd_o_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o = scale (2^gc q S + A n) and the final state, in one walk.
 
-    q, k [B,T,HV/G,K], kg [B,T,HV,K], v [B,T,HV,V], A [B,T,HV,C], beta [B,T,HV], h0 [N,HV,K,V]
+    q, k [B,T,HV/G,K], kg [B,T,HV,K], v [B,T,HV,V], A [B,T,HV,C], beta fp32 [B,HV,T], h0 [N,HV,K,V]
     -> o as v, ht fp32 [N,HV,K,V].
     """
     B, T, HV, V = v.size()
@@ -58,7 +59,7 @@ def delta_fwd_o_kernel(
             i_k = hl.arange(K)
             live = (i_t < end)[:, None]
             written = (i_t < fill)[:, None]
-            b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
+            b_beta = hl.load(beta, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
             b_k = hl.load(k, [i_b, i_t, i_h // G, i_k], extra_mask=live)
             b_s = in_range(b_S, k.dtype)
             b_e = hl.dot(b_s, b_k.transpose(0, 1), out_dtype=torch.float32)
@@ -100,7 +101,7 @@ def delta_fwd_state_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The state S at every chunk's begin and the written values n, for the backward.
 
-    k [B,T,HV/G,K], kg [B,T,HV,K], v [B,T,HV,V], beta [B,T,HV], h0 [N,HV,K,V]
+    k [B,T,HV/G,K], kg [B,T,HV,K], v [B,T,HV,V], beta fp32 [B,HV,T], h0 [N,HV,K,V]
     -> S [B,NT,HV,K,V] in v's dtype, n as v.
     """
     B, T, HV, V = v.size()
@@ -123,7 +124,7 @@ def delta_fwd_state_kernel(
             i_k = hl.arange(K)
             live = (i_t < end)[:, None]
             written = (i_t < fill)[:, None]
-            b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
+            b_beta = hl.load(beta, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
             b_k = hl.load(k, [i_b, i_t, i_h // G, i_k], extra_mask=live)
             b_s = in_range(b_S, k.dtype)
             S[i_b, first + i_c, i_h, :, tile_v] = b_s.transpose(0, 1)
@@ -159,7 +160,7 @@ def delta_bwd_state_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient D of the state at every chunk's end, r, dv and dh0, in one walk back.
 
-    q, k [B,T,HV/G,K], kg [B,T,HV,K], A [B,T,HV,C], beta [B,T,HV], do [B,T,HV,V], dht [N,HV,K,V]
+    q, k [B,T,HV/G,K], kg [B,T,HV,K], A [B,T,HV,C], beta fp32 [B,HV,T], do [B,T,HV,V], dht [N,HV,K,V]
     -> D [B,NT,HV,K,V] in do's dtype and r as do, both without rest, dv as do, dh0 fp32 [N,HV,K,V].
     """
     B, T, HV, V = do.size()
@@ -185,7 +186,10 @@ def delta_bwd_state_kernel(
             i_k = hl.arange(K)
             live = (i_t < end)[:, None]
             written = (i_t < fill)[:, None]
-            b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
+            b_beta = hl.load(beta, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
+            if gc is not None:  # gl is no asynchronous copy: early, so that the products hide it
+                b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
+                b_gl = gc[i_b, i_h, min(begin + i_c * C + C, fill) - 1]
             b_k = hl.load(k, [i_b, i_t, i_h // G, i_k], extra_mask=live)
             b_d = in_range(b_D, do.dtype)
             D[i_b, first + i_c, i_h, :, tile_v] = b_d.transpose(0, 1)
@@ -195,8 +199,6 @@ def delta_bwd_state_kernel(
                 b_kg = hl.load(kg, [i_b, i_t, i_h, i_k], extra_mask=live)
                 b_dn = hl.dot(b_d, b_kg.transpose(0, 1), out_dtype=torch.float32)
             if gc is not None:
-                b_gc = hl.load(gc, [i_b, i_h, torch.clamp(i_t, max=fill - 1)])
-                b_gl = gc[i_b, i_h, min(begin + i_c * C + C, fill) - 1]
                 b_dn = b_dn * torch.exp2(torch.clamp(b_gl - b_gc, max=0.0))[None, :]
                 b_D = b_D * torch.exp2(b_gl)
             if gl is not None:

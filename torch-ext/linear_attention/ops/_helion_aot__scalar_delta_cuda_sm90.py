@@ -1,4 +1,4 @@
-"""Configs of the kernels of _scalar_delta.py for sm90 (measured on NVIDIA H200).
+"""Configs of the kernels of _scalar_delta.py for sm90 (derived, not measured).
 
 Rendered by tools/render_configs.py from configs/: edit those, not this file.
 """

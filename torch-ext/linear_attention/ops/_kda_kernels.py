@@ -142,16 +142,18 @@ def kda_far_scores_kernel(
 @kernel(dot_precision="tf32x3")
 def kda_solve_kernel(
     M: torch.Tensor, beta: torch.Tensor, A: torch.Tensor, chunks: torch.Tensor | None
-) -> torch.Tensor:
-    """X = (I + beta M)^-1 in two parts (`_delta.py`).
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """X = (I + beta M)^-1 in two parts, and beta as the walks want it (`_delta.py`).
 
-    M fp32 [B,T,HV,C], beta [B,T,HV], A [B,T,HV,C], whose dtype alone matters -> X [B,T,HV,2C] in it.
+    M fp32 [B,T,HV,C], beta [B,T,HV], A [B,T,HV,C], whose dtype alone matters -> X [B,T,HV,2C] in it, beta fp32
+    [B,HV,T].
     One program a value head and chunk.
     """
     B, T, HV, C = M.size()
     C = hl.specialize(C)
     NT = chunk_count(chunks, C, T)
     X = torch.empty([B, T, HV, 2 * C], dtype=A.dtype, device=A.device)
+    by_head = torch.empty([B, HV, T], dtype=torch.float32, device=A.device)
     for tile_bh, tile_c in hl.tile([B * HV, NT], block_size=[1, 1]):
         i_b = tile_bh.begin // HV
         i_h = tile_bh.begin % HV
@@ -159,6 +161,7 @@ def kda_solve_kernel(
         i_t = hl.arange(C) + begin
         written = (i_t < fill)[:, None]
         b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
+        hl.store(by_head, [i_b, i_h, i_t], b_beta, extra_mask=i_t < fill)
         b_L = hl.load(M, [i_b, i_t, i_h, hl.arange(C)], extra_mask=(i_t < end)[:, None]) * b_beta[:, None]
         # a product gives L the layout of the matrix unit: in a load's layout the substitution takes 4 times the
         # instructions
@@ -167,7 +170,7 @@ def kda_solve_kernel(
         b_X, b_low = two_parts(unit_lower_inverse(b_L, C, X.dtype), X.dtype)
         hl.store(X, [i_b, i_t, i_h, hl.arange(C)], b_X, extra_mask=written)
         hl.store(X, [i_b, i_t, i_h, hl.arange(C) + C], b_low, extra_mask=written)
-    return X
+    return X, by_head
 
 
 @kernel(dot_precision="tf32x3")

@@ -30,16 +30,17 @@ from ._tile import decayed, in_range, two_parts, unit_lower_inverse
 def scalar_delta_prepare_kernel(
     q: torch.Tensor, k: torch.Tensor, gc: torch.Tensor | None, beta: torch.Tensor, chunks: torch.Tensor | None,
     C: hl.constexpr, G: hl.constexpr,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores A and X = (I + L)^-1, that in two parts: `_delta.py`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The scores A, X = (I + L)^-1 in two parts, and beta as the walks want it: `_delta.py`.
 
-    q, k [B,T,H,K], gc fp32 [B,HV,T], beta [B,T,HV] -> A [B,T,HV,C], X [B,T,HV,2C] in q's dtype.  G = HV / H.
-    One program a value head and chunk.
+    q, k [B,T,H,K], gc fp32 [B,HV,T], beta [B,T,HV] -> A [B,T,HV,C], X [B,T,HV,2C] in q's dtype, beta fp32 [B,HV,T].
+    G = HV / H.  One program a value head and chunk.
     """
     B, T, HV = beta.size()
     K = hl.specialize(k.size(3))
     A = torch.empty([B, T, HV, C], dtype=k.dtype, device=k.device)
     X = torch.empty([B, T, HV, 2 * C], dtype=k.dtype, device=k.device)
+    by_head = torch.empty([B, HV, T], dtype=torch.float32, device=k.device)
     for i_bh, i_c in hl.grid([B * HV, chunk_count(chunks, C, T)]):
         i_b = i_bh // HV
         i_h = i_bh % HV
@@ -52,6 +53,7 @@ def scalar_delta_prepare_kernel(
         b_k = hl.load(k, [i_b, i_t, i_h // G, i_k], extra_mask=live)
         b_q = hl.load(q, [i_b, i_t, i_h // G, i_k], extra_mask=live)
         b_beta = row_values(beta, i_b, i_t, i_h, end, fill)
+        hl.store(by_head, [i_b, i_h, i_t], b_beta, extra_mask=i_t < fill)
         b_A = hl.dot(b_q, b_k.transpose(0, 1), out_dtype=torch.float32)
         b_L = hl.dot(b_k, b_k.transpose(0, 1), out_dtype=torch.float32) * b_beta[:, None]
         lower = idx[:, None] >= idx[None, :]
@@ -67,7 +69,7 @@ def scalar_delta_prepare_kernel(
         b_X, b_low = two_parts(unit_lower_inverse(b_L, C, k.dtype), X.dtype)
         hl.store(X, [i_b, i_t, i_h, idx], b_X, extra_mask=written)
         hl.store(X, [i_b, i_t, i_h, idx + C], b_low, extra_mask=written)
-    return A, X
+    return A, X, by_head
 
 
 @kernel(dot_precision="tf32x3")
@@ -201,7 +203,7 @@ def _chunk(q: torch.Tensor) -> int:
 
 
 def _prepare(q, k, g, beta, tables):
-    """gc (None without a gate), A and X."""
+    """gc (None without a gate), A, X and beta by head."""
     C, G = _chunk(q), beta.size(2) // q.size(2)
     gc = None if g is None else gate_cumsum_kernel(g, tables.chunks, C)
     return gc, *scalar_delta_prepare_kernel(q, k, gc, beta, tables.chunks, C, G)
@@ -212,9 +214,9 @@ def scalar_delta_fwd(
     h0: torch.Tensor | None, scale: float, tables: Tables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B,T,HV,V] in v's dtype and ht fp32 [N,HV,K,V]."""
-    gc, A, X = _prepare(q, k, g, beta, tables)
+    gc, A, X, by_head = _prepare(q, k, g, beta, tables)
     return delta_fwd_o_kernel(
-        q, k, None, v, A, X, beta, gc, None, h0, tables.sequences, scale, v.size(2) // q.size(2))
+        q, k, None, v, A, X, by_head, gc, None, h0, tables.sequences, scale, v.size(2) // q.size(2))
 
 
 def scalar_delta_bwd(
@@ -223,10 +225,10 @@ def scalar_delta_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, dg (None without a gate), dbeta in their inputs' dtypes and dh0 in fp32."""
     C, G, split = _chunk(q), v.size(2) // q.size(2), split_scale(scale)
-    gc, A, X = _prepare(q, k, g, beta, tables)
-    S, n = delta_fwd_state_kernel(k, None, v, X, beta, gc, None, h0, tables.sequences, G)
+    gc, A, X, by_head = _prepare(q, k, g, beta, tables)
+    S, n = delta_fwd_state_kernel(k, None, v, X, by_head, gc, None, h0, tables.sequences, G)
     D, r, dv, dh0 = delta_bwd_state_kernel(
-        q, k, None, A, X, beta, do, gc, None, dht, tables.sequences, *split, G)
+        q, k, None, A, X, by_head, do, gc, None, dht, tables.sequences, *split, G)
     del A, X
     dq, dk, dg, dbeta = scalar_delta_bwd_kernel(
         q, k, v, gc, beta, n, S, do, D, r, tables.chunks, scale, split[1], C, G)

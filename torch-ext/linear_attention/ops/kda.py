@@ -63,12 +63,12 @@ class Gate(NamedTuple):
 
 
 def _prepare(q, k, v, g, beta, gate, chunks):
-    """gc, gl, A, M, X, qg, kb and kg."""
+    """gc, gl, A, M, X, beta by head, qg, kb and kg."""
     C, G = _chunk(q), v.size(2) // q.size(2)
     gc, gl = channel_gate_cumsum_kernel(g, gate.A_log, gate.dt_bias, chunks, gate.lower_bound, C, gate.activate)
     A, M, qg, kb, kg = kda_scores_kernel(q, k, gc, gl, chunks, C, G)
     kda_far_scores_kernel(q, k, gc, gl, A, M, chunks, C, G)
-    return gc, gl, A, M, kda_solve_kernel(M, beta, A, chunks), qg, kb, kg
+    return gc, gl, A, M, *kda_solve_kernel(M, beta, A, chunks), qg, kb, kg
 
 
 def chunk_kda_fwd(
@@ -76,8 +76,8 @@ def chunk_kda_fwd(
     h0: torch.Tensor | None, gate: Gate, scale: float, tables: Tables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B,T,HV,V] in v's dtype and ht fp32 [N,HV,K,V]."""
-    _, gl, A, _, X, qg, kb, kg = _prepare(q, k, v, g, beta, gate, tables.chunks)
-    return delta_fwd_o_kernel(qg, kb, kg, v, A, X, beta, None, gl, h0, tables.sequences, scale, 1)
+    _, gl, A, _, X, by_head, qg, kb, kg = _prepare(q, k, v, g, beta, gate, tables.chunks)
+    return delta_fwd_o_kernel(qg, kb, kg, v, A, X, by_head, None, gl, h0, tables.sequences, scale, 1)
 
 
 def chunk_kda_bwd(
@@ -87,11 +87,11 @@ def chunk_kda_bwd(
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias in their inputs' dtypes and dh0 in fp32."""
     C, G, split = _chunk(q), v.size(2) // q.size(2), split_scale(scale)
     sequences, chunks = tables
-    gc, gl, A, M, X, qg, kb, kg = _prepare(q, k, v, g, beta, gate, chunks)
-    D, r, dv, dh0 = delta_bwd_state_kernel(qg, kb, kg, A, X, beta, do, None, gl, dht, sequences, *split, 1)
+    gc, gl, A, M, X, by_head, qg, kb, kg = _prepare(q, k, v, g, beta, gate, chunks)
+    D, r, dv, dh0 = delta_bwd_state_kernel(qg, kb, kg, A, X, by_head, do, None, gl, dht, sequences, *split, 1)
     del qg, A
-    S, n = delta_fwd_state_kernel(kb, kg, v, X, beta, None, gl, h0, sequences, 1)
-    del kb, kg, X
+    S, n = delta_fwd_state_kernel(kb, kg, v, X, by_head, None, gl, h0, sequences, 1)
+    del kb, kg, X, by_head
     dA, dL, dbeta = kda_bwd_v_kernel(v, n, do, r, M, chunks, scale, split[1], C)
     del M
     dq, dk, dg, dbeta_k = kda_bwd_qk_kernel(q, k, gc, gl, beta, do, n, r, dA, dL, S, D, chunks, scale, split[1], C, G)
