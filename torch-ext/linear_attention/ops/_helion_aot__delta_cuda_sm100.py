@@ -10,49 +10,50 @@ CAPABILITY = (10, 0)
 
 DELTA_FWD_O_KERNEL = {
     "configs": [
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
     ],
-    "safe": {256: 1, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), None, (2, 128), (2, 64), (2, 128), (4,), None, None, None, None, None, 1): {
             (1, 8192, 96): 0,
             (2, 16384, 16): 2,
-            (4, 2048, 16): 0,
+            (4, 2048, 16): 5,
             (4, 4096, 64): 0,
         },
         ((2, 128), (2, 128), None, (2, 128), (2, 64), (2, 128), (4,), (4,), None, None, None, None, 1): {
             (1, 8192, 96): 0,
             (2, 16384, 16): 2,
-            (4, 2048, 16): 0,
+            (4, 2048, 16): 5,
             (4, 4096, 64): 0,
         },
         ((2, 128), (2, 128), (2, 128), (2, 128), (2, 64), (2, 128), (4,), None, (4, 128), None, None, None, 1): {
-            (1, 8192, 96): 1,
-            (2, 16384, 16): 2,
-            (4, 2048, 16): 0,
-            (4, 4096, 64): 1,
+            (1, 8192, 96): 0,
+            (2, 16384, 16): 3,
+            (4, 2048, 16): 2,
+            (4, 4096, 64): 0,
         },
         ((2, 256), (2, 256), None, (2, 256), (2, 64), (2, 128), (4,), None, None, None, None, None, 1): {
-            (8, 2048, 32): 3,
+            (8, 2048, 32): 1,
         },
         ((2, 256), (2, 256), None, (2, 256), (2, 64), (2, 128), (4,), (4,), None, None, None, None, 1): {
-            (8, 2048, 32): 3,
+            (8, 2048, 32): 1,
         },
         ((2, 256), (2, 256), (2, 256), (2, 256), (2, 64), (2, 128), (4,), None, (4, 256), None, None, None, 1): {
-            (8, 2048, 32): 3,
+            (8, 2048, 32): 1,
         },
         ((2, 64), (2, 64), None, (2, 64), (2, 64), (2, 128), (4,), None, None, None, None, None, 1): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 4,
         },
         ((2, 64), (2, 64), None, (2, 64), (2, 64), (2, 128), (4,), (4,), None, None, None, None, 1): {
             (8, 1024, 8): 4,
         },
         ((2, 64), (2, 64), (2, 64), (2, 64), (2, 64), (2, 128), (4,), None, (4, 64), None, None, None, 1): {
-            (8, 1024, 8): 2,
+            (8, 1024, 8): 3,
         },
     },
 }
@@ -60,95 +61,97 @@ DELTA_FWD_O_KERNEL = {
 DELTA_FWD_STATE_KERNEL = {
     "configs": [
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
-        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
+        {'block_sizes': [128], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 8},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 4, 1024: 5},  # bytes of the widest row -> config
+    "safe": {256: 6, 1024: 7},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), None, (2, 128), (2, 128), (4,), None, None, None, None, 1): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 1,
+            (2, 16384, 16): 2,
             (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
+            (4, 4096, 64): 5,
         },
         ((2, 128), None, (2, 128), (2, 128), (4,), (4,), None, None, None, 1): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 1,
+            (2, 16384, 16): 2,
             (4, 2048, 16): 0,
             (4, 4096, 64): 0,
         },
         ((2, 128), (2, 128), (2, 128), (2, 128), (4,), None, (4, 128), None, None, 1): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 1,
-            (4, 2048, 16): 1,
+            (2, 16384, 16): 2,
+            (4, 2048, 16): 2,
             (4, 4096, 64): 0,
         },
         ((2, 256), None, (2, 256), (2, 128), (4,), None, None, None, None, 1): {
-            (8, 2048, 32): 2,
+            (8, 2048, 32): 1,
         },
         ((2, 256), None, (2, 256), (2, 128), (4,), (4,), None, None, None, 1): {
-            (8, 2048, 32): 2,
+            (8, 2048, 32): 1,
         },
         ((2, 256), (2, 256), (2, 256), (2, 128), (4,), None, (4, 256), None, None, 1): {
-            (8, 2048, 32): 2,
+            (8, 2048, 32): 1,
         },
         ((2, 64), None, (2, 64), (2, 128), (4,), None, None, None, None, 1): {
-            (8, 1024, 8): 1,
+            (8, 1024, 8): 3,
         },
         ((2, 64), None, (2, 64), (2, 128), (4,), (4,), None, None, None, 1): {
             (8, 1024, 8): 3,
         },
         ((2, 64), (2, 64), (2, 64), (2, 128), (4,), None, (4, 64), None, None, 1): {
-            (8, 1024, 8): 1,
+            (8, 1024, 8): 4,
         },
     },
 }
 
 DELTA_BWD_STATE_KERNEL = {
     "configs": [
-        {'block_sizes': [64], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
         {'block_sizes': [16], 'indexing': 'pointer', 'num_stages': 3, 'num_warps': 4},
+        {'block_sizes': [32], 'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
     ],
-    "safe": {256: 1, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), None, (2, 64), (2, 128), (4,), (2, 128), None, None, None, None, None, None, 1): {
             (1, 8192, 96): 0,
             (2, 16384, 16): 2,
-            (4, 2048, 16): 0,
+            (4, 2048, 16): 4,
             (4, 4096, 64): 0,
         },
         ((2, 128), (2, 128), None, (2, 64), (2, 128), (4,), (2, 128), (4,), None, None, None, None, None, 1): {
-            (1, 8192, 96): 1,
-            (2, 16384, 16): 2,
-            (4, 2048, 16): 1,
-            (4, 4096, 64): 1,
+            (1, 8192, 96): 0,
+            (2, 16384, 16): 3,
+            (4, 2048, 16): 0,
+            (4, 4096, 64): 0,
         },
         ((2, 128), (2, 128), (2, 128), (2, 64), (2, 128), (4,), (2, 128), None, (4, 128), None, None, None, None, 1): {
-            (1, 8192, 96): 1,
-            (2, 16384, 16): 2,
-            (4, 2048, 16): 1,
-            (4, 4096, 64): 1,
+            (1, 8192, 96): 0,
+            (2, 16384, 16): 0,
+            (4, 2048, 16): 0,
+            (4, 4096, 64): 0,
         },
         ((2, 256), (2, 256), None, (2, 64), (2, 128), (4,), (2, 256), None, None, None, None, None, None, 1): {
-            (8, 2048, 32): 3,
+            (8, 2048, 32): 1,
         },
         ((2, 256), (2, 256), None, (2, 64), (2, 128), (4,), (2, 256), (4,), None, None, None, None, None, 1): {
-            (8, 2048, 32): 3,
+            (8, 2048, 32): 1,
         },
         ((2, 256), (2, 256), (2, 256), (2, 64), (2, 128), (4,), (2, 256), None, (4, 256), None, None, None, None, 1): {
-            (8, 2048, 32): 3,
+            (8, 2048, 32): 1,
         },
         ((2, 64), (2, 64), None, (2, 64), (2, 128), (4,), (2, 64), None, None, None, None, None, None, 1): {
-            (8, 1024, 8): 4,
+            (8, 1024, 8): 3,
         },
         ((2, 64), (2, 64), None, (2, 64), (2, 128), (4,), (2, 64), (4,), None, None, None, None, None, 1): {
-            (8, 1024, 8): 4,
+            (8, 1024, 8): 3,
         },
         ((2, 64), (2, 64), (2, 64), (2, 64), (2, 128), (4,), (2, 64), None, (4, 64), None, None, None, None, 1): {
             (8, 1024, 8): 2,

@@ -50,7 +50,7 @@ KDA_FAR_SCORES_KERNEL = {
             (8, 2048, 32): 1,
         },
         ((2, 64), (2, 64), (4, 64), (4, 64), (2, 64), (4, 64), None, 64, 1): {
-            (8, 1024, 8): 0,
+            (8, 1024, 8): 1,
         },
     },
 }
@@ -58,17 +58,18 @@ KDA_FAR_SCORES_KERNEL = {
 KDA_SOLVE_KERNEL = {
     "configs": [
         {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
         ((4, 64), (2,), (2, 64), None): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
-            (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
-            (8, 2048, 32): 0,
+            (8, 2048, 32): 1,
+            (2, 16384, 16): 1,
             (8, 1024, 8): 0,
+            (4, 2048, 16): 0,
+            (4, 4096, 64): 1,
         },
     },
 }
@@ -83,10 +84,10 @@ KDA_BWD_V_KERNEL = {
     "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), (2, 128), (2, 128), (4, 64), None, None, None, 64): {
-            (1, 8192, 96): 0,
             (2, 16384, 16): 0,
             (4, 2048, 16): 0,
             (4, 4096, 64): 0,
+            (1, 8192, 96): 0,
         },
         ((2, 256), (2, 256), (2, 256), (2, 256), (4, 64), None, None, None, 64): {
             (8, 2048, 32): 0,
@@ -99,21 +100,19 @@ KDA_BWD_V_KERNEL = {
 
 KDA_BWD_QK_KERNEL = {
     "configs": [
-        {'block_sizes': [32, 128], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [32, 64], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
-        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
         {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
+        {'block_sizes': [16, 16], 'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
     ],
-    "safe": {256: 2, 1024: 3},  # bytes of the widest row -> config
+    "safe": {256: 1, 1024: 0},  # bytes of the widest row -> config
     "tuned": {
         ((2, 256), (2, 256), (4, 256), (4, 256), (2,), (2, 256), (2, 256), (2, 256), (2, 64), (2, 64), (2, 256, 256), (2, 256, 256), None, None, None, 64, 1): {
             (8, 2048, 32): 0,
         },
         ((2, 128), (2, 128), (4, 128), (4, 128), (2,), (2, 128), (2, 128), (2, 128), (2, 64), (2, 64), (2, 128, 128), (2, 128, 128), None, None, None, 64, 1): {
-            (4, 4096, 64): 0,
-            (4, 2048, 16): 0,
-            (2, 16384, 16): 0,
-            (1, 8192, 96): 0,
+            (4, 4096, 64): 1,
+            (4, 2048, 16): 1,
+            (2, 16384, 16): 1,
+            (1, 8192, 96): 1,
         },
         ((2, 64), (2, 64), (4, 64), (4, 64), (2,), (2, 64), (2, 64), (2, 64), (2, 64), (2, 64), (2, 64, 64), (2, 64, 64), None, None, None, 64, 1): {
             (8, 1024, 8): 1,

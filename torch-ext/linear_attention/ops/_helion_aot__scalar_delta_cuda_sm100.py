@@ -11,21 +11,22 @@ CAPABILITY = (10, 0)
 SCALAR_DELTA_PREPARE_KERNEL = {
     "configs": [
         {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 4},
+        {'indexing': 'pointer', 'num_stages': 2, 'num_warps': 4},
         {'indexing': 'pointer', 'num_stages': 1, 'num_warps': 8},
     ],
-    "safe": {256: 0, 1024: 1},  # bytes of the widest row -> config
+    "safe": {256: 0, 1024: 2},  # bytes of the widest row -> config
     "tuned": {
         ((2, 128), (2, 128), None, (2,), None, 64, 1): {
             (1, 8192, 96): 0,
-            (2, 16384, 16): 0,
+            (2, 16384, 16): 1,
             (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
+            (4, 4096, 64): 1,
         },
         ((2, 128), (2, 128), (4,), (2,), None, 64, 1): {
-            (1, 8192, 96): 0,
+            (1, 8192, 96): 1,
             (2, 16384, 16): 0,
             (4, 2048, 16): 0,
-            (4, 4096, 64): 0,
+            (4, 4096, 64): 1,
         },
         ((2, 256), (2, 256), None, (2,), None, 64, 1): {
             (8, 2048, 32): 0,
@@ -34,7 +35,7 @@ SCALAR_DELTA_PREPARE_KERNEL = {
             (8, 2048, 32): 0,
         },
         ((2, 64), (2, 64), None, (2,), None, 64, 1): {
-            (8, 1024, 8): 0,
+            (8, 1024, 8): 1,
         },
         ((2, 64), (2, 64), (4,), (2,), None, 64, 1): {
             (8, 1024, 8): 0,
